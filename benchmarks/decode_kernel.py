@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from absl import app, flags
+from instruction_set import limit_instructions
 
 from funrl import trees
 from funrl.compiled_kernels.decode_step import PAGE, PackedDecoder, packed_decoder
@@ -38,6 +39,7 @@ THREADS = flags.DEFINE_integer("threads", 1, "CPU threads")
 
 def main(argv: list[str]) -> None:
     del argv
+    limit_instructions()
     torch.set_num_threads(THREADS.value)
     bandwidth, peaks = memory_rate(), {name: product_rate(getattr(torch, name)) for name in DTYPES.value}
     rates = ", ".join(f"{name} products {rate / 1e9:.0f} GF/s" for name, rate in peaks.items())

@@ -28,6 +28,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 from absl import app, flags
+from instruction_set import limit_instructions
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from vllm_peer import Peer, PeerOptions
@@ -56,6 +57,7 @@ Turn = Callable[[Sequence[Sequence[int]], Sequence[int], int], float]  # (prompt
 
 def main(argv: list[str]) -> None:
     del argv
+    limit_instructions()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     bandwidth, rates = memory_bandwidth(), {d: matrix_rate(getattr(torch, d)) for d in DTYPES.value}
     speeds = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())

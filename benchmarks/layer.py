@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from absl import app, flags
+from instruction_set import limit_instructions
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,6 +141,7 @@ def show(title: str, runs: dict[str, Callable[[], object]], more: dict[str, int]
 
 
 def main(_: list[str]) -> None:
+    limit_instructions()
     runs = layer_runs()
     show("a layer", runs, {name: passes_of(name, run) for name, run in runs.items()})
     show("log-probabilities", logprob_runs(), {})

@@ -139,7 +139,7 @@ def measure(way: str, clients: int, requests: int, token_s: float = 0.0) -> Time
     setup = PolicySetup(Sampling(max_new_tokens=TOKENS.value, stop=(tokenizer.eos_token_id,)), chat)
 
     async def program(resident: ResidentEngine) -> Timed:
-        policies = [Policy(resident.complete, setup, n, LIMITS) for n in range(clients)]
+        policies = [Policy(resident.ask, setup, n, LIMITS) for n in range(clients)]
         if way == "direct":
             return await timed(submit(policies, requests))
         async with contextlib.AsyncExitStack() as stack:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from absl import app, flags
+from instruction_set import limit_instructions
 
 from funrl import trees
 from funrl.algos import grpo, ppo
@@ -247,6 +248,7 @@ def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) ->
 
 def main(argv: list[str]) -> None:
     del argv
+    limit_instructions()
     torch.set_num_threads(THREADS.value)
     turns: dict[str, list[Times]] = {"PPO": [], "GRPO": []}
     with tempfile.TemporaryDirectory() as name:

@@ -12,18 +12,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from instruction_set import CAPS
 
 from funrl import trees
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 
+# vLLM chooses its own kernels by what the processor has: under the caps of --isa=avx2 it has less.
+START = """
+import os, torch
+if os.environ.get("FUNRL_ISA") == "avx2":
+    for name in "avx512", "avx512_bf16", "amx_tile", "amx_fp16":
+        setattr(torch.cpu, f"_is_{name}_supported", lambda: False)
+
+def check_kernels():
+    loaded = {os.path.basename(line.split()[-1]) for line in open("/proc/self/maps") if "/vllm/_C" in line}
+    assert os.environ.get("FUNRL_ISA") != "avx2" or loaded == {"_C_AVX2.abi3.so"}, loaded
+"""
 PEER = """
-import json, os, sys, time
+import json, sys, time
 from vllm import LLM, SamplingParams
 folder, dtype, mode, clock, cache_bytes, rows = sys.argv[1:]
 now = getattr(time, clock)
 llm = LLM(folder, dtype=dtype, enforce_eager=mode == "eager", kv_cache_memory_bytes=int(cache_bytes),
           skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=int(rows), disable_log_stats=True)
+check_kernels()
 print("ready", flush=True)
 for line in sys.stdin:
     prompts, new, seed = json.loads(line)
@@ -36,7 +49,7 @@ for line in sys.stdin:
     print("took", seconds, flush=True)
 """
 ENGINE_PEER = """
-import json, sys, torch
+import json, sys
 sys.path.insert(0, "benchmarks")
 from generate import engine_turn
 from funrl.mesh.mesh import SINGLE
@@ -47,6 +60,7 @@ folder, name, _, _, cache_bytes, rows = sys.argv[1:]
 dtype = getattr(torch, name)
 model, params = hf.load(folder, dtype)
 turn = engine_turn(vllm_engine(model, SINGLE, dtype, VLLMOptions(int(rows), int(cache_bytes))), params)
+check_kernels()
 print("ready", flush=True)
 for line in sys.stdin:
     print("took", turn(*json.loads(line)), flush=True)
@@ -80,19 +94,24 @@ class Peer:
         hf.save(self.folder.name, model, params)
         threads = str(torch.get_num_threads())
         device = {name: value for name, value in os.environ.items() if name.startswith(DEVICE_VARIABLES)}
-        environment = device | {
-            "PATH": os.environ["PATH"],
-            "HOME": os.environ.get("HOME", "/"),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": threads,
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-        }
+        caps = {name: os.environ[name] for name in CAPS if name in os.environ}
+        environment = (
+            device
+            | caps
+            | {
+                "PATH": os.environ["PATH"],
+                "HOME": os.environ.get("HOME", "/"),
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "OMP_NUM_THREADS": threads,
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": str(Path(__file__).parents[1]),
+            }
+        )
         program = ENGINE_PEER if options.mode == "engine" else PEER
         numbers = str(options.cache_bytes), str(options.rows)
         self.process = subprocess.Popen(
-            [options.python, "-c", program, self.folder.name, dtype, options.mode, options.clock, *numbers],
+            [options.python, "-c", START + program, self.folder.name, dtype, options.mode, options.clock, *numbers],
             cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -37,7 +37,7 @@ class RoleMessages(NamedTuple):
     """Texts about a role in messages.
 
     Attributes:
-      missing: ending of "the algorithm has no ROLE".
+      missing: noun phrase for flags that do nothing without it; "": no flag needs it.
       odd: advice where a number that it wrote is not finite; "": `RoleKind.advice` makes one.
     """
 
@@ -167,7 +167,7 @@ ROLES = RoleTable(
         generates=True,
         metric="actor/pg_loss",
         messages=RoleMessages(
-            " that learns, and what it trains writes no samples",
+            "a policy that learns from its samples",
             "the policy itself gave it; a lower --lr may prevent it",
         ),
     ),
@@ -178,7 +178,9 @@ ROLES = RoleTable(
         learns=True,
         metric="critic/vf_loss",
         rate=RateRule("critic_lr", 2.0),
-        messages=RoleMessages(", which ppo and vapo train", "the critic gave it; a lower --critic_lr may prevent it"),
+        messages=RoleMessages(
+            "a critic, which ppo and vapo train", "the critic gave it; a lower --critic_lr may prevent it"
+        ),
     ),
     implicit_reward=RoleKind(
         "an implicit reward model, as PRIME trains one",
@@ -187,7 +189,8 @@ ROLES = RoleTable(
         mask="sampled",
         rate=RateRule("implicit_reward_lr"),
         messages=RoleMessages(
-            ", which prime trains", "the implicit reward model gave it; a lower --implicit_reward_lr may prevent it"
+            "an implicit reward model, which prime trains",
+            "the implicit reward model gave it; a lower --implicit_reward_lr may prevent it",
         ),
     ),
     reference=RoleKind(
@@ -200,7 +203,7 @@ ROLES = RoleTable(
         writes={"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
         flag="teacher",
         messages=RoleMessages(
-            ": it reads nothing that one writes, as distillation and gkd do",
+            "an algorithm that reads a teacher, as distillation and gkd do",
             "the teacher gave it; its weights, those of --teacher, may be damaged",
         ),
     ),

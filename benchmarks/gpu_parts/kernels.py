@@ -16,7 +16,7 @@ from funrl.compiled_kernels.linear_logprob import linear_logprob
 from funrl.compiled_kernels.paged_attention import decode_paging, paged_attention, paged_bytes
 from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.cost.tracing.tracer import Tracer
-from funrl.optim.base import apply_updates_
+from funrl.optim.base import step_
 from funrl.optim.fused import fused_adamw
 from funrl.rollout.native.cache_sizes import page_tokens
 
@@ -192,8 +192,7 @@ def optimizer(on: torch.device, sizes: Sizes) -> Case:
     state = adamw.init(params)
 
     def run() -> None:
-        updates, _ = adamw.update(grads, state, params)
-        apply_updates_(params, updates)
+        step_(adamw, grads, state, params)
 
     moments = [x for x in trees.leaves(state) if x.dim()]
     return Case(run, (), float(trees.nbytes(grads) + 2 * trees.nbytes((params, moments))))

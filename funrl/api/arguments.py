@@ -22,7 +22,7 @@ from funrl.flags.foreign.meaning import NameContext
 from funrl.models import Model
 from funrl.rewards.call import Reward, describe_function
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
+from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, refusing
 from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_flags
 
@@ -69,8 +69,7 @@ def python_value(flag: Flag, value: Any) -> Any:
 def checked_value(flag: Flag, value: Any) -> Any:
     """Convert a value to the type of its flag. Raises: SettingsError, the flag refuses it."""
     value = python_value(flag, value)
-    if problem := flag.problem(value):
-        raise SettingsError(f"{flag.name}={value!r}: {problem}")
+    flag.check(value, f"{flag.name}={value!r}")
     return value
 
 
@@ -111,11 +110,10 @@ def check_recipe(recipe: Any) -> None:
     """Check the type of a recipe. Raises: SettingsError."""
     if isinstance(recipe, (str, Algorithm)):
         return
+    name = getattr(recipe, "__name__", repr(recipe))
+    hint = "; call the recipe to get an Algorithm" * callable(recipe)
     wanted = "a recipe's name such as 'grpo', 'FILE.py:function', or an Algorithm is needed"
-    if callable(recipe):
-        name = getattr(recipe, "__name__", repr(recipe))
-        raise SettingsError(f"recipe={name}: this is a function; {wanted}; call the recipe to get an Algorithm")
-    raise SettingsError(f"recipe={recipe!r}: {wanted}")
+    raise SettingsError(f"recipe={name}: {wanted}{hint}")
 
 
 def check_callable(name: str, function: Any, example: Mapping[str, Any]) -> None:
@@ -131,18 +129,15 @@ def check_callable(name: str, function: Any, example: Mapping[str, Any]) -> None
     """
     if function is None:
         return
-    wanted = f"a function of ({', '.join(example)}) is needed"
-    if not callable(function):
-        raise SettingsError(f"{name}={function!r}: {wanted}")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a built-in function without a signature
-        return
-    try:
+    called = getattr(function, "__name__", repr(function))
+    wanted = f"{name}={called}: a function of ({', '.join(example)}) is needed"
+    with refusing(f"{wanted}: ", TypeError):
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a built-in function without one
+            return
+    with refusing(f"{wanted}, but it takes {signature}: ", TypeError):
         signature.bind(*example.values())
-    except TypeError as error:
-        called = getattr(function, "__name__", repr(function))
-        raise SettingsError(f"{name}={called}: {wanted}, but it takes {signature}: {error}") from None
 
 
 def mesh_text(mesh: Any) -> str:
@@ -172,11 +167,9 @@ def split_arguments(**arguments: Any) -> tuple[dict[str, str], dict[str, Any]]:
       SettingsError: `env_args` is a mapping with values that JSON does not have.
     """
     if isinstance(env_args := arguments.get("env_args"), Mapping):
-        try:
+        way_out = "; give other objects by functools.partial"
+        with refusing(f"env_args={env_args!r:.200}: ", TypeError, ValueError, ending=way_out):
             arguments["env_args"] = json.dumps(dict(env_args))
-        except (TypeError, ValueError) as error:
-            way_out = "give other objects by functools.partial"
-            raise SettingsError(f"env_args={env_args!r:.200}: {error}; {way_out}") from error
     texts = {name: str(value) for name, value in arguments.items() if isinstance(value, (str, Path))}
     return texts, {name: x for name, x in arguments.items() if x is not None and name not in texts}
 
@@ -215,15 +208,10 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
     """
     if callable(reward):
         return (reward,)
-    if not isinstance(reward, Iterable):
-        raise SettingsError(f"reward={reward!r}: a function, several, or FILE.py:function is needed")
-    functions = tuple(reward.values() if isinstance(reward, Mapping) else reward)
-    if not functions:
-        raise SettingsError(f"reward={reward!r}: at least one function is needed")
-    for function in functions:
-        if not callable(function):
-            hint = "; put named rewards into one text, reward='math,format@0.1'" * isinstance(function, str)
-            raise SettingsError(f"reward: {function!r} is not a function{hint}")
+    given = reward.values() if isinstance(reward, Mapping) else reward if isinstance(reward, Iterable) else ()
+    functions = tuple(given)
+    if not functions or not all(map(callable, functions)):
+        raise SettingsError(f"reward={reward!r}: functions are needed, or a text such as 'FILE.py:function,format@0.1'")
     if isinstance(reward, Mapping):
         return tuple(describe_function(function, name) for name, function in reward.items())
     return functions
@@ -246,11 +234,9 @@ def check_source(source: object, place: str | None) -> None:
 
 def given_example(tokenizer: Any, given: GivenPrompt) -> Example:
     """A prompt in tokens, with its pictures. Raises: SettingsError."""
-    try:
+    with refusing():
         if isinstance(given, Mapping):
             (prompt,) = check_prompts([dict(given)])
         else:
             prompt = Prompt(given if isinstance(given, str) else list(map(dict, given)), {}, source=f"{given!r:.100}")
         return encode(prompt, tokenizer)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error

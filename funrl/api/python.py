@@ -448,8 +448,7 @@ def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorit
     values = {}
     for name, flag in recipe_flags(recipe).items():
         values[name] = common[name] if name in common else own.get(name, flag.default)
-        if problem := flag.problem(values[name]):
-            raise SettingsError(f"{name}={values[name]!r}: {problem}")
+        flag.check(values[name], f"{name}={values[name]!r}")
     return find_recipe(recipe)(**values)
 
 

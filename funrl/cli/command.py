@@ -24,7 +24,7 @@ from funrl.flags.foreign.answers import check_names, names_given
 from funrl.flags.foreign.meaning import NameContext
 from funrl.loading import locate
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
-from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, run_kind
+from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, refusing, run_kind
 from funrl.trainer.settings.scorers import resolved
 from funrl.trainer.settings.settings import (
     Settings,
@@ -164,12 +164,11 @@ def _refuse_other_names(common: flags.Read, line: Line, source: str, arguments: 
     """Refuse names of TRL and verl; the error gives ours. Raises: SettingsError."""
     known = dict.fromkeys([*common.values, *arguments]) | dict(settings_flags())
     context = NameContext({}, common.values, arguments, source.rpartition(":")[2])
-    try:
+    advice = ""
+    if line.config is not None and not set(line.config.values) <= set(known):
+        advice = f"\n`funrl import {line.config.path}` translates the whole file"
+    with refusing(ending=advice):
         check_names(names_given(common.unknown), known, context)
-    except SettingsError as error:
-        if line.config is None or set(line.config.values) <= set(known):
-            raise
-        raise SettingsError(f"{error}\n`funrl import {line.config.path}` translates the whole file") from error
 
 
 def _read_recipe(

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 
 from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
-from funrl.trainer.settings.declaration import SettingsError
+from funrl.cli.line import program_words
+from funrl.cli.usages import COMMANDS
+from funrl.flags import parser as flags
+from funrl.trainer.settings.declaration import Flag, refusing
 
-TARGET = "--target="
+TARGET = Flag("target", None, str, optional=True, text="chips to compile for, such as v5e:2x2")
 
 
 def compile_command(argv: Sequence[str]) -> int:
@@ -26,22 +29,16 @@ def compile_command(argv: Sequence[str]) -> int:
     Raises:
       SettingsError: there is no experiment, no target, or jax is not installed.
     """
-    words = [word for word in argv[1:] if not word.startswith(TARGET)]
-    targets = [word.removeprefix(TARGET) for word in argv[1:] if word.startswith(TARGET)]
-    if not words or words[0].startswith("-"):
-        raise SettingsError("funrl compile needs an experiment, such as funrl compile grpo --target=v5e:2x2")
-    if len(targets) != 1:
-        raise SettingsError("funrl compile needs one --target, such as --target=v5e:2x2")
+    flags.refuse_repeated(argv)
+    line = flags.read([TARGET], argv)
+    target = line.values["target"]
+    words = program_words(line.unknown if target else (), COMMANDS["compile"].usage)
     if "--dry_run" not in words:
         words.append("--dry_run")  # the report has its estimate, and takes its flags
     command = with_models(read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=False))
-    try:
+    with refusing("funrl compile needs jax: pip install 'funrl[xla]' libtpu: ", ImportError):
         from funrl.cost.ahead.report import compile_report
         from funrl.xla.errors import XlaError
-    except ImportError as error:
-        raise SettingsError(f"funrl compile needs jax: pip install 'funrl[xla]' libtpu ({error})") from error
-    try:
-        print(compile_report(command.settings, command.compose, targets[0], lambda line: print(line, file=sys.stderr)))
-    except XlaError as error:
-        raise SettingsError(f"--target={targets[0]}: {error}") from error
+    with refusing(f"--target={target}: ", XlaError):
+        print(compile_report(command.settings, command.compose, target, lambda line: print(line, file=sys.stderr)))
     return 0

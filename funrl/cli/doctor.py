@@ -9,6 +9,7 @@ A command line is checked as the run would check it before it starts ranks; noth
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import platform
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import funrl
 from funrl.cli.command import Experiment, read_command, with_mesh, with_models
-from funrl.flags.arguments import full_source, recipe_names
+from funrl.flags.arguments import recipe_names
 from funrl.loading import shared_folder_of_files
 from funrl.track.records.run_directory import installed_version
 from funrl.trainer.settings.declaration import SettingsError
@@ -25,6 +26,7 @@ REQUIRED = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "tens
 OPTIONAL = {
     "vllm": "--engine=vllm",
     "flash-attn": "faster attention on CUDA",
+    "flash-attn-4": "faster attention on Hopper and Blackwell",
     "flash-linear-attention": "faster gated delta nets on CUDA",
     "math-verify": "--reward=math, --reward=boxed",
     "jsonschema": "--reward=json",
@@ -90,11 +92,9 @@ def experiment_of(name: str) -> Experiment:
             return Experiment(name, name if name in recipe_names() else None, defaults)
     if name in recipe_names():
         return Experiment(name, name, {})
-    try:
-        full_source(name)
-    except ValueError as error:
-        raise SettingsError(str(error).replace("--algorithm=", "", 1)) from None
-    raise SettingsError(f"{name!r} is not an experiment or a recipe; funrl --help lists all")
+    near = difflib.get_close_matches(name, recipe_names(), 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise SettingsError(f"{name!r} is not an experiment or a recipe; {hint}funrl --help lists all")
 
 
 def machine() -> list[tuple[str, str]]:

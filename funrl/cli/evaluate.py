@@ -229,8 +229,7 @@ def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, object]
     table = {flag.name: flag.default for flag in settings_flags().values()}
     own = checked_settings(own, known, NameContext({}, table, frozenset(), name))
     for flag, value in own.items():
-        if problem := known[flag].problem(value):
-            raise SettingsError(f"--{flag}={value}: {problem}")
+        known[flag].check(value, f"--{flag}={value}")
     has_data = own.get(data) is not None or given.eval_records is not None
     own_environment = own.get("env") is not None or given.environment is not None
     if not has_data and not (name == "evaluate" and (own_environment or _holds_out(stored.flags))):

@@ -6,6 +6,7 @@ Nothing is computed, and none of the runs' devices is needed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,16 +86,22 @@ def first_difference(first: str, second: str) -> tuple[list[str], bool]:
     return [*lines, f"compared: {compared}"], False
 
 
+@contextlib.contextmanager
+def reading_config(file: Path) -> Iterator[dict[str, Any]]:
+    """Read the config.json of a run; the context refuses one that lacks what it reads. Raises: SettingsError."""
+    try:
+        yield json.loads(file.read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"{file}: not the config.json of a run: {reason}") from None
+
+
 def _read_record(path: Path) -> RunRecord:
     run = RunDirectory(path)
-    try:
-        record = json.loads(run.config.read_text())
+    with reading_config(run.config) as record:
         flags = values_over_time(record, "flags")
         inputs = values_over_time(record, "inputs")
         record["flags"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{run.config}: not the config.json of a run: {reason}") from None
     metrics = read_lines(run.metrics) if run.metrics.exists() else ()
     steps = {
         "metrics": {int(line["step"]): line for line in metrics if "step" in line},

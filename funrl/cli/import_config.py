@@ -32,7 +32,7 @@ from funrl.flags.foreign.meaning import (
 )
 from funrl.flags.foreign.trl import COMMON, TRAINERS, TRL
 from funrl.flags.foreign.verl import DEFAULTS, VERL
-from funrl.trainer.settings.declaration import NONE, Flag, SettingsError, at_least
+from funrl.trainer.settings.declaration import NONE, Flag, SettingsError, at_least, one_of, refusing
 from funrl.trainer.settings.settings import settings_flags
 
 
@@ -74,7 +74,7 @@ def import_config(argv: Sequence[str]) -> int:
     records = "number of training records, to convert epochs to steps"
     flags = [
         Flag("to", None, str, optional=True, text="the file to write"),
-        Flag("recipe", None, str, optional=True, text=f"recipe of TRL's trainer: {', '.join(TRAINERS)}"),
+        Flag("recipe", None, str, optional=True, text="recipe of TRL's trainer", bounds=(one_of(*TRAINERS),)),
         Flag("devices", 1, int, optional=False, text="number of GPUs of TRL's run", bounds=(at_least(1),)),
         Flag("records", None, int, optional=True, text=records, bounds=(at_least(1),)),
         Flag("partial", False, bool, optional=False, text=most),
@@ -108,7 +108,7 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
     content = flattened(path)
     of_script = content.pop("recipe", None)
     mesh: dict[str, str] = {}
-    try:
+    with refusing(f"{path}: ", DifferentError):
         if any(map(verl.is_of_verl, content)):
             library = VERL
             source = "verl's configuration"
@@ -122,8 +122,6 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
             source = f"TRL's {title}Config" + ("" if recipe or of_script else "; --recipe names another")
             recipe = trl.recipe_of_trainer(trainer, theirs)
             mesh = {"mesh": f"dp{devices}"} if devices > 1 else {}
-    except DifferentError as error:
-        raise SettingsError(f"{path}: {error}") from error
     if recipe not in recipe_names():
         raise SettingsError(f"{path}: there is no recipe {recipe}")
     common = settings_flags()
@@ -138,8 +136,6 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
 
 def _trainer(path: str, content: Mapping[str, str], recipe: str | None) -> str:
     """The recipe of TRL's trainer. Raises: SettingsError."""
-    if recipe is not None and recipe not in TRAINERS:
-        raise SettingsError(f"--recipe={recipe}: TRL's trainers are {', '.join(TRAINERS)} here")
     trainer = recipe or trl.guess_trainer(content)
     if trainer is None:
         raise SettingsError(f"{path}: several of TRL's trainers have these names; give --recipe={'|'.join(TRAINERS)}")

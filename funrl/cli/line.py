@@ -104,8 +104,16 @@ def read_words(
     flags.refuse_unknown(line.unknown_flags, known, hint=f"usage: {usage}")
     words = (*line.words, *argv[end + 1 :])
     if len(words) < least or (most is not None and len(words) > most):
-        raise SettingsError(f"usage: {usage}")
+        problem = f"{words[most]!r} is not a flag; " if most is not None and len(words) > most else ""
+        raise SettingsError(f"{problem}usage: {usage}")
     return words, line
+
+
+def program_words(words: Sequence[str], usage: str) -> list[str]:
+    """The command line of a run inside that of a command. Raises: SettingsError, it names no program."""
+    if not words or words[0].startswith("-"):
+        raise SettingsError(f"usage: {usage}")
+    return list(words)
 
 
 def _changed(config: ConfigFile) -> Iterator[str]:

@@ -189,16 +189,14 @@ def report_runs(argv: Sequence[str]) -> int:
 def explain_recipe(argv: Sequence[str]) -> int:
     """Run `funrl explain RECIPE|FILE.py:NAME [--ARGUMENT=VALUE]`; return the exit status."""
     usage = COMMANDS["explain"].usage
-    recipes = [text for text in argv[1:] if not text.startswith("-")]
-    if len(recipes) != 1:
-        raise SettingsError(f"usage: {usage}")
-    source = full_source(recipes[0])
+    (recipe,), _ = read_words([], [text for text in argv if not text.startswith("-")], usage)
+    source = full_source(recipe)
     arguments = arguments_of(find_recipe(source), source).flags
     _, line = read_words(list(arguments.values()), argv, usage)
     from funrl.algos.explanation import explain_algorithm
 
     algorithm = find_recipe(source)(**{name: line.values[name] for name in arguments})
-    print(f"{recipes[0]}: {first_line(source)}\n\n{explain_algorithm(algorithm)}")
+    print(f"{recipe}: {first_line(source)}\n\n{explain_algorithm(algorithm)}")
     return 0
 
 
@@ -207,10 +205,9 @@ def inference(argv: Sequence[str]) -> int:
     name = argv[0]
     usage = COMMANDS[name].usage
     help_hint = f"{usage}; funrl {name} --help lists the flags"
-    (model, *texts), line = read_words(inference_flags(name), argv, help_hint, most=None)
+    most = None if name == "generate" else 1
+    (model, *texts), line = read_words(inference_flags(name), argv, help_hint, most=most)
     values = {flag: line.values[flag] for flag in sorted(line.given)}
-    if name == "evaluate" and texts:
-        raise SettingsError(f"{texts[0]!r} is not a flag; usage: {usage}")
     prompts = values.pop("prompts", None)
     if name == "generate" and (prompts is None) == (not texts):
         raise SettingsError(f"give prompts, or --prompts=FILE; usage: {usage}")

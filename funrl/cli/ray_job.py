@@ -22,11 +22,11 @@ from typing import IO, Any, NamedTuple
 
 from funrl.cli.command import read_command
 from funrl.cli.doctor import experiment_of
-from funrl.cli.line import read_words
+from funrl.cli.line import program_words, read_words
 from funrl.cli.usages import COMMANDS
 from funrl.mesh.text import devices
 from funrl.rollout.ray.cluster import devices_of_cluster
-from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
+from funrl.trainer.settings.declaration import Flag, SettingsError, at_least, refusing
 from funrl.trainer.settings.settings import Settings
 
 LINES_S = 0.2  # longest wait of an actor for lines
@@ -150,25 +150,20 @@ def ray_command(argv: Sequence[str]) -> int:
       argv: "ray" and its arguments.
     """
     end = argv.index("--") if "--" in argv else len(argv)
-    words = [*argv[end + 1 :]]
-    if words[:1] == ["funrl"]:
-        words = words[1:]
     usage = COMMANDS["ray"].usage
     _, line = read_words(RAY_FLAGS, argv[:end], usage, least=0, most=0)
-    if not words:
-        raise SettingsError(f"no command after `--`; usage: {usage}")
+    words = [*argv[end + 1 :]]
+    words = program_words(words[1:] if words[:1] == ["funrl"] else words, usage)
     command = read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=True)
     request = device_request(command.settings, line.values["nodes"])
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(f"funrl ray needs Ray: pip install 'funrl[ray]' ({error})") from error
-    try:
-        ray.init(address=line.values["address"], log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError) as error:
-        raise SettingsError(
-            f"--address={line.values['address']}: no Ray cluster answers there ({error}); `ray start --head` starts one"
-        ) from error
+    address = line.values["address"]
+    advice = "; `ray start --head` starts one"
+    with refusing(f"--address={address}: no Ray cluster answers: ", ConnectionError, RuntimeError, ending=advice):
+        ray.init(address=address, log_to_driver=False, logging_level="error")
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):  # after Ray's own handlers
         signal.signal(number, lambda number, _: signals.append(number))

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from funrl.api.warm_start import warm_started
 from funrl.cli.command import Command
-from funrl.cli.first_difference import first_difference
+from funrl.cli.first_difference import first_difference, reading_config
 from funrl.cli.line import read_words
 from funrl.cli.run import PLAIN_ERRORS
 from funrl.cli.usages import COMMANDS
@@ -183,16 +183,12 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
       SettingsError: there is no such run, or flags alone cannot repeat it.
     """
     file = RunDirectory(Path(run_dir)).config
-    try:
-        record = json.loads(file.read_text())
+    with reading_config(file) as record:
         record = record if step is None else segment_of_step(record, step)
         flags = {flag: value for flag, value in record["flags"].items() if flag not in START_FLAGS}
         recorded = {flag: value for flag, value in flags.items() if not had_no_effect(flag, value)}
         name = str(record["experiment"])
         source = full_source(str(recorded.pop("algorithm")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{file}: not the config.json of a run: {reason}") from None
     arguments = arguments_of(find_recipe(source), source).flags
     known = {**settings_flags(), **arguments}
     for flag, value in recorded.items():

@@ -105,7 +105,7 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
             # With a seed of its own, an equal request has equal replies; else each is another one.
             number = 0 if ask.seed is not None else 1 + next(numbers)
             setup = PolicySetup(choices_of(ask.sampling, sampling), chat)
-            return Policy(resident.complete, setup, request_seed(job.settings.run.seed, number), limits)
+            return Policy(resident.ask, setup, request_seed(job.settings.run.seed, number), limits)
 
         await serve_until_stopped(
             Session(policy_for, speech, kept=KEPT_EXCHANGES, length=positions),

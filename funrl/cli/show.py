@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
+from funrl.cli.line import program_words
 from funrl.cli.usages import COMMANDS
 from funrl.data.columns import parse_fields, rename_columns
 from funrl.data.records import read_records, source_problem
 from funrl.flags import parser as flags
-from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
+from funrl.trainer.settings.declaration import Bound, Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import settings_flags
 
 if TYPE_CHECKING:  # torch is imported after the checks of a command line that do not need it
@@ -28,8 +29,9 @@ if TYPE_CHECKING:  # torch is imported after the checks of a command line that d
 
     from funrl.track.report.record_page import ShownRecord, TextPiece
 
+LINE_NUMBERS = Bound("numbers of lines or rows, such as 3,17", lambda x: bool(re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", x)))
 SHOW_FLAGS = (
-    Flag("record", None, str, optional=True, text="lines or rows of each file, such as 3,17"),
+    Flag("record", None, str, optional=True, text="lines or rows of each file", bounds=(LINE_NUMBERS,)),
     Flag("count", 3, int, optional=False, text="number of records, the first of each file", bounds=(at_least(1),)),
     Flag("tokens", False, bool, optional=False, text="show the id of each token"),
     Flag("output", None, str, optional=True, text="page to write, such as page.html"),
@@ -90,9 +92,7 @@ def run_words(words: Sequence[str]) -> list[str]:
     Raises:
       SettingsError, DataError: there is no such recipe or file, or it has no record.
     """
-    if not words or words[0].startswith("-"):
-        raise SettingsError(f"usage: {COMMANDS['show'].usage}")
-    name, *rest = words
+    name, *rest = program_words(words, COMMANDS["show"].usage)
     try:
         experiment_of(name)
     except SettingsError:
@@ -112,9 +112,7 @@ def run_words(words: Sequence[str]) -> list[str]:
 
 
 def line_numbers(text: str | None) -> list[int]:
-    """The numbers in "3,17"; none for None. Raises: SettingsError."""
-    if text is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise SettingsError(f"--record={text}: numbers of lines or rows are needed, such as 3,17")
+    """The numbers in "3,17"; none for None."""
     return sorted({int(number) for number in (text or "").split(",") if number})
 
 

@@ -7,6 +7,7 @@
 // of double float64.
 
 #include "adapters.hpp"
+#include "arguments.hpp"
 #include "lanes.hpp"
 #include "operators.hpp"
 #include "paged_attention.hpp"
@@ -396,24 +397,28 @@ void funrl_gate_backward(int bits, const void* grad, const void* gate, const voi
                                  threads));
 }
 
-// A scale of 0 is 1 / sqrt(size), a cap of 0 none. `lse`, `ends` and `table` may be null; see `Sequences`.
-void funrl_attention(int bits, const void* q, const void* k, const void* v, void* out, void* lse, const int64_t* sizes,
+// A scale of 0 is 1 / sqrt(size), a cap of 0 none. `lse`, `ends` and `table` may be null; see `Sequences`. Returns what
+// `problem_of` finds.
+int funrl_attention(int bits, const void* q, const void* k, const void* v, void* out, void* lse, const int64_t* sizes,
                      const int64_t* offsets, const int64_t* ends, const int64_t* table, double scale, double cap,
                      int threads) {
-  const auto [tokens, count, heads, kv_heads, size, window, width, page] = *(const std::array<int64_t, 8>*)sizes;
+  const auto [tokens, count, heads, kv_heads, size, window, width, page, pages] = *(const std::array<int64_t, 9>*)sizes;
+  int problem = 0;
   WITH_TYPE(bits, {
     const Sequences<T> all{(const T*)q, (const T*)k,   (const T*)v, (T*)out, (Real<T>*)lse, tokens, count, heads,
                            kv_heads,    size,          window,      offsets, ends,          table,  width, page};
-    attend_sequences(all, Logits<T>{scale ? (Real<T>)scale : scale_of<Real<T>>(size), (Real<T>)cap}, threads);
+    problem = problem_of(all, pages);
+    if (!problem)
+      attend_sequences(all, Logits<T>{scale ? (Real<T>)scale : scale_of<Real<T>>(size), (Real<T>)cap}, threads);
   });
+  return problem;
 }
 
 // `temperature` is one for all, or null and one of each draw. Returns 1 where a draw's source is no row, else 0.
 int funrl_sample(int bits, const void* logits, int64_t M, int64_t V, int parts, const int64_t* source, int64_t draws,
                  const double* noise, double temperature, const double* temperatures, int64_t* token,
                  void* sampling_logp, void* raw_logp, int threads) {
-  for (int64_t r = 0; r < draws; r++)
-    if (source[r] < 0 || source[r] >= M) return 1;
+  if (!all_below(source, draws, M)) return 1;
   WITH_TYPE(bits, {
     using R = Real<T>;
     Pool::run(draws > 1 ? threads : 1, [&](Team& team, int) {
@@ -435,10 +440,13 @@ void funrl_tops(int bits, const void* logits, int64_t M, int64_t V, void* tops, 
 }
 
 // Of each row: how far the logits of `ids` [M, n] are above the top, [M, n], and the sums of `moment_sums`, [M, 3].
-void funrl_moments(int bits, const void* logits, int64_t M, int64_t V, int parts, const void* tops, double temperature,
-                   const int64_t* ids, int64_t n, int more, double* above, double* sums, int threads) {
+// Returns 1 where an id is no column, else 0.
+int funrl_moments(int bits, const void* logits, int64_t M, int64_t V, int parts, const void* tops, double temperature,
+                  const int64_t* ids, int64_t n, int more, double* above, double* sums, int threads) {
+  if (!all_below(ids, M * n, V)) return 1;
   WITH_TYPE(bits, logit_moments((const Real<T>*)logits, M, V, parts, (const Real<T>*)tops, (Real<T>)temperature, ids, n,
                                 more, above, sums, threads));
+  return 0;
 }
 
 // Log-probabilities [M, n] of logits that are `above` [M, n] the top, given the sums [M] of the exponentials.

@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.exact.adapters import Factors, HeadSizes, PackedAdapter, TokenAdapters
+from funrl.compiled_kernels.arguments import BITS, KERNEL_DTYPES, check_parts, check_tensor, kernel_bits, real_of
+from funrl.compiled_kernels.exact.adapters import AdaptedSizes, Factors, PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.structures import StepAdapter, StepCall, StepLayer, StepModel
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
-    BITS,
-    KERNEL_DTYPES,
     LANES,
     fill_panels,
     panel_numbers,
     panel_width,
     parts_of,
-    real_of,
     round_up,
     unpack_panels,
     zeroed,
@@ -44,7 +42,6 @@ _PROBLEMS = (
     "a token's adapter is not one of the call's",
 )
 _NO_ROTATION = len(_PROBLEMS)  # a position is after the table of rotations
-_DTYPES = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int64)  # of the arguments of `forward`
 
 
 class StepSizes(NamedTuple):
@@ -117,18 +114,6 @@ def packed_decoder(
     return PackedDecoder(sizes, params, dtype, threads or torch.get_num_threads())
 
 
-def _set_adapters(step: StepCall, adapters: TokenAdapters) -> tuple[ctypes.Array, Tensor]:
-    """Add the products of adapters to a call; returns the memory that it then reads. Raises ValueError."""
-    number_N = adapters.number_N.contiguous()
-    if number_N.dtype != torch.int64 or number_N.shape[0] != step.tokens:
-        raise ValueError(f"{step.tokens} tokens have {number_N.dtype} adapters of {number_N.shape[0]}")
-    structures = (StepAdapter * len(adapters.adapters))(*(x.structure() for x in adapters.adapters))
-    step.adapters = ctypes.addressof(structures)
-    step.adapter = number_N.data_ptr()
-    step.adapter_count = len(structures)
-    return structures, number_N
-
-
 class PackedDecoder:
     """A decoder's weights in the kernel's layout; made by `packed_decoder`.
 
@@ -143,6 +128,7 @@ class PackedDecoder:
         self.logits_dtype = real_of(dtype)
         self.threads = threads
         self._library = library()
+        self._adapted_sizes = _adapted_sizes(sizes)
         # One piece of memory for all panels: huge pages need large pieces.
         self._panels = zeroed(_all_panel_numbers(sizes, dtype), dtype)
         self._positions = 0
@@ -151,7 +137,12 @@ class PackedDecoder:
 
     @torch.no_grad()
     def load(self, params: Any) -> None:
-        """Copy other weights of the same sizes into the memory of the present ones."""
+        """Copy other weights of the same sizes into the memory of the present ones.
+
+        Raises:
+          ValueError: a weight has another shape or is not on the CPU, or there are other layers.
+        """
+        _check_weights(self.sizes, params)
         self._used = 0  # numbers of `_panels` that are filled
         self._vectors = []  # tensors that the kernel points to
         self._optional = {*params["layers"][0]["attn"], *params} & {"q_norm", "q_bias", "o_bias", "unembed"}
@@ -225,10 +216,13 @@ class PackedDecoder:
         yield "norm", vector(sizes.embed)
 
     def adapter(self, layers: Sequence[Factors], scale: float) -> PackedAdapter:
-        """Copy the factors of an adapter into the kernel's layout; they stay there when `load` replaces the weights."""
-        sizes = self.sizes
-        parts = {"o": parts_of(sizes.heads * sizes.head), "down": parts_of(sizes.mlp)}
-        return PackedAdapter(layers, scale, self.dtype, HeadSizes(sizes.head, round_up(sizes.head, LANES)), parts)
+        """Copy the factors of an adapter into the kernel's layout; they stay there when `load` replaces the weights.
+
+        Raises:
+          ValueError: a factor has another shape than its weight and the rank give or is not on the CPU, or there are
+            other layers.
+        """
+        return PackedAdapter(layers, scale, self.dtype, self._adapted_sizes)
 
     def init_cache(self, pages: int) -> PagedKeyValues:
         """An empty cache; its memory is taken as pages are written."""
@@ -266,16 +260,20 @@ class PackedDecoder:
         Returns: [M, V] float32, of float64 its own.
 
         Raises:
-          ValueError: a token, sequence, page or index does not exist.
+          ValueError: a token, sequence, page or index does not exist, or an argument has another dtype or shape.
         """
-        N = tokens_N.shape[0]
+        N = tokens_N.numel()
+        check_tensor("tokens_N", tokens_N, torch.int64, (N,))
+        check_tensor("positions_N", positions_N, torch.int64, (N,))
+        check_tensor("sequence_N", sequence_N, torch.int64, (N,))
+        check_tensor("tables_SP", tables_SP, torch.int32, (*tables_SP.shape[:1], tables_SP.shape[-1]))
+        check_tensor("draw_M", draw_M, torch.int64, (draw_M.numel(),))
+        for name, x in zip(cache._fields, cache, strict=True):
+            check_tensor(name, x, self.dtype, (self.sizes.layers, cache.keys.shape[1], _page_numbers(self.sizes)))
+            if not x.is_contiguous():
+                raise ValueError(f"{name} is not contiguous, it must be made by init_cache")
         given = (tokens_N, positions_N, sequence_N, tables_SP, draw_M)
-        dtypes = tuple(x.dtype for x in given)
-        if dtypes != _DTYPES:
-            raise ValueError(f"the arguments are {list(dtypes)}, they must be {list(_DTYPES)}")
         tokens_N, positions_N, sequence_N, tables_SP, draw_M = (x.contiguous() for x in given)
-        if positions_N.shape[0] != N or sequence_N.shape[0] != N:
-            raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
         logits_MV = self._logits_memory(len(draw_M), logits_MV)
         step = StepCall(
             tokens=N,
@@ -292,7 +290,7 @@ class PackedDecoder:
             threads=self.threads,
             logits=logits_MV.data_ptr(),
         )
-        memory = None if adapters is None else _set_adapters(step, adapters)  # which the call reads
+        memory = None if adapters is None else self._set_adapters(step, adapters)  # which the call reads
         call = (BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0])
         problem = self._library.funrl_forward(*call)
         if problem == _NO_ROTATION:
@@ -302,6 +300,19 @@ class PackedDecoder:
             raise ValueError(_PROBLEMS[problem])
         del memory
         return logits_MV
+
+    def _set_adapters(self, step: StepCall, adapters: TokenAdapters) -> tuple[ctypes.Array, Tensor]:
+        """Add the products of adapters to a call; returns the memory that it then reads. Raises ValueError."""
+        check_tensor("number_N", adapters.number_N, torch.int64, (step.tokens,))
+        number_N = adapters.number_N.contiguous()
+        for x in adapters.adapters:
+            if x.sizes != self._adapted_sizes or x.dtype != self.dtype:
+                raise ValueError("an adapter was made by a decoder of other sizes or another dtype")
+        structures = (StepAdapter * len(adapters.adapters))(*(x.structure() for x in adapters.adapters))
+        step.adapters = ctypes.addressof(structures)
+        step.adapter = number_N.data_ptr()
+        step.adapter_count = len(structures)
+        return structures, number_N
 
     def _logits_memory(self, rows: int, given: Tensor | None) -> Tensor:
         """Memory for logits of some rows: what is given if it can hold them, new memory without any."""
@@ -332,20 +343,29 @@ class PackedDecoder:
 
         Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] nats each in the
           dtype of the logits; where a row has NaN or +inf it is the last token, and NaN.
+
+        Raises:
+          ValueError: a source is not a row, or an argument has another dtype or shape.
         """
-        R = source_R.shape[0]
+        bits = kernel_bits("logits_MV", logits_MV, 2)
+        R = source_R.numel()
         M, V = logits_MV.shape
+        check_tensor("logits_MV", logits_MV, self.logits_dtype, (M, V))
+        check_parts(parts_of(V), V)
+        check_tensor("source_R", source_R, torch.int64, (R,))
+        if noise_R is not None:
+            check_tensor("noise_R", noise_R, torch.float64, (R,))
+        each = temperature.to(torch.float64).contiguous() if isinstance(temperature, Tensor) else None
+        if each is not None:
+            check_tensor("temperature", each, torch.float64, (R,))
         logits_MV = logits_MV.contiguous()
         source_R = source_R.contiguous()
-        each = temperature.to(torch.float64).contiguous() if isinstance(temperature, Tensor) else None
         noise_R = None if noise_R is None else noise_R.contiguous()
-        if logits_MV.dtype != self.logits_dtype or (noise_R is not None and noise_R.dtype != torch.float64):
-            raise ValueError(f"logits must be {self.logits_dtype} and noise float64")
         token_R = torch.empty(R, dtype=torch.int64)
         sampling_logp_R = torch.empty(R, dtype=self.logits_dtype)
         raw_logp_R = torch.empty(R, dtype=self.logits_dtype)
         results = (x.data_ptr() for x in (token_R, sampling_logp_R, raw_logp_R))
-        rows = (BITS[self.logits_dtype], logits_MV.data_ptr(), M, V, parts_of(V), source_R.data_ptr(), R)
+        rows = (bits, logits_MV.data_ptr(), M, V, parts_of(V), source_R.data_ptr(), R)
         problem = self._library.funrl_sample(
             *rows,
             None if noise_R is None else noise_R.data_ptr(),
@@ -416,6 +436,35 @@ class PackedDecoder:
 def rotary_amplitude(sizes: StepSizes) -> float:
     """The factor of rotated queries and keys."""
     return 1.0 if sizes.rope_scaling is None else sizes.rope_scaling.amplitude
+
+
+def _check_weights(sizes: StepSizes, params: Any) -> None:
+    """Require the shapes of a decoder's weights; those that may be missing are checked where they are there."""
+    V, D, H, K, N, F = sizes[:6]
+    shapes = {
+        "attn": {"q": (H, N, D), "k": (K, N, D), "v": (K, N, D), "o": (D, H, N), "q_norm": (N,), "k_norm": (N,)}
+        | {"q_bias": (H, N), "k_bias": (K, N), "v_bias": (K, N), "o_bias": (D,)},
+        "mlp": {"gate": (F, D), "up": (F, D), "down": (D, F)},
+    }
+    if len(params["layers"]) != sizes.layers:
+        raise ValueError(f"there are weights of {len(params['layers'])} layers, the decoder has {sizes.layers}")
+    vectors = {"embed": (V, D), "unembed": (V, D), "norm": (D,)}
+    parts = [("", params, vectors)]
+    for i, layer in enumerate(params["layers"]):
+        parts.append((f"layers/{i}/", layer, {"attn_norm": (D,), "mlp_norm": (D,)}))
+        parts += [(f"layers/{i}/{name}/", layer[name], part) for name, part in shapes.items()]
+    for path, weights, part in parts:
+        for name in part.keys() & weights.keys():
+            check_tensor(path + name, weights[name], weights[name].dtype, part[name])
+
+
+def _adapted_sizes(sizes: StepSizes) -> AdaptedSizes:
+    """Sizes of the weights that an adapter may have factors of."""
+    _, D, H, K, N, F = sizes[:6]
+    shapes = {"q": (H * N, D), "k": (K * N, D), "v": (K * N, D), "o": (D, H * N)}
+    shapes |= {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    parts = {"o": parts_of(H * N), "down": parts_of(F)}
+    return AdaptedSizes(sizes.layers, N, round_up(N, LANES), shapes, parts)
 
 
 def _all_panel_numbers(sizes: StepSizes, dtype: torch.dtype) -> int:

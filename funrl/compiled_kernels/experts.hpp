@@ -4,6 +4,7 @@
 // decode_step.cpp includes this file last.
 
 #pragma once
+#include "arguments.hpp"
 #include "operators.hpp"
 
 namespace funrl {
@@ -129,14 +130,16 @@ void funrl_pack_groups(int bits, const void* w, int64_t groups, int64_t N, int64
   WITH_TYPE(bits, pack_groups((const T*)w, groups, N, size, terms_of<T>(parts * size, parts), (T*)out));
 }
 
-// y [M, N] as a T, or where `wide` as a Real<T>.
-void funrl_grouped_linear(int bits, const void* x, const void* packed, const int32_t* ends, void* y, int wide,
-                          int64_t groups, int64_t M, int64_t N, int64_t size, int64_t parts, int threads) {
+// y [M, N] as a T, or where `wide` as a Real<T>. Returns 1 where the ends are not those of rows, else 0.
+int funrl_grouped_linear(int bits, const void* x, const void* packed, const int32_t* ends, void* y, int wide,
+                         int64_t groups, int64_t M, int64_t N, int64_t size, int64_t parts, int threads) {
+  if (!all_ascend(ends, groups, M)) return 1;
   WITH_TYPE(bits, {
     const Terms terms = terms_of<T>(parts * size, parts);
     if (wide) grouped_linear((const T*)x, size, terms, (const T*)packed, (Real<T>*)y, ends, groups, M, N, threads);
     else grouped_linear((const T*)x, size, terms, (const T*)packed, (T*)y, ends, groups, M, N, threads);
   });
+  return 0;
 }
 
 // Rows [M, N] of Real<T>.

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 FLASH_HEAD = 256  # numbers of a head at most
 _FASTER = {9: "FA3", 10: "FA4"}  # by major compute capability, torch's name of its faster implementation
+_PROBED = "cuda"  # device of the small call that tries a kernel
+_TOLERANCE = 0.05  # of the small call's bfloat16 numbers, which are about 1
+FLASH_4 = "pip install 'funrl[flash-attn-4]'"
 
 
 class Kernel(NamedTuple):
@@ -54,19 +60,30 @@ def faster_attention() -> str | None:
 
 
 @functools.cache
-def flash_kernel(capped: bool = False) -> Kernel:
-    """The kernel for 16-bit tensors on a GPU: torch's where it calls FA3 or FA4, else flash-attn's, else torch's.
+def flash_kernel(capped: bool = False, head: int = 64) -> Kernel:
+    """The kernel for 16-bit tensors on a GPU.
 
-    It is logged once.
+    FlashAttention-4 of the package flash-attn-4; else torch's where it calls FA3 or FA4; else flash-attn's; else
+    torch's. The choice is logged once.
 
     Args:
-      capped: whether logits are capped, which flash-attn's kernel alone can do.
+      capped: whether logits are capped, which needs the kernel of flash-attn-4 or flash-attn.
+      head: numbers of a head.
     """
-    faster = faster_attention()
-    kernel = None if faster and not capped else _flash_attn()
+    kernel = _flash_attn_4(head)
+    faster = None
+    if kernel is None:
+        faster = faster_attention()
+        kernel = None if faster and not capped else _flash_attn()
     if kernel is None:
         by = "" if faster is None else f" with {faster}"
         kernel = Kernel(f"torch {torch.__version__}{by}", False, _torch_forward, _torch_backward)
+    return _logged(kernel, capped)
+
+
+@functools.cache
+def _logged(kernel: Kernel, capped: bool) -> Kernel:
+    """Log a kernel once, whatever the sizes of heads."""
     log.info("variable-length attention on the GPU is by %s%s", kernel.name, " where logits are capped" * capped)
     return kernel
 
@@ -75,7 +92,66 @@ def attention_by(dtype: torch.dtype) -> str:
     """Name of the attention over packed rows of a dtype on a GPU, for a log."""
     if dtype.itemsize > 2:
         return "float32 products over each row in turn, many times slower than a kernel for 16 bits"
-    return flash_kernel().name
+    name = flash_kernel().name
+    missing = _takes_flash_4() and name.startswith("torch") and "FA" not in name
+    return f"{name}; FlashAttention-4 is faster on this GPU: {FLASH_4}" if missing else name
+
+
+def _takes_flash_4() -> bool:
+    """True on a GPU that FlashAttention-4 is for: Hopper and Blackwell of data centres."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability()[0] in _FASTER
+
+
+def _flash_attn_4(head: int) -> Kernel | None:
+    """FlashAttention-4; None: it is not installed, not for this GPU or size of head, or wrong in a small call."""
+    if not _takes_flash_4() or head % 8 or (torch.cuda.get_device_capability()[0] == 10 and 128 < head < FLASH_HEAD):
+        return None
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+    except ImportError as problem:
+        log.info("attention is not by flash-attn-4: %s", problem)
+        return None
+    forward = functools.partial(_flash_4_forward, interface)
+    kernel = Kernel("flash-attn-4", True, forward, functools.partial(_flash_4_backward, interface))
+    if (problem := _problem(kernel, head)) is None:
+        return kernel
+    log.warning("flash-attn-4 does not compute attention here: %s", problem)
+    return None
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _problem(kernel: Kernel, head: int) -> str | None:
+    """Reason why a kernel does not compute attention over two segments; None: it does.
+
+    It may be called while a graph is traced, so modes such as that of fake tensors are left for the time.
+    """
+    with _disable_current_modes():
+        return _difference(kernel, head)
+
+
+def _difference(kernel: Kernel, head: int) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(200, heads, head, generator=generator) for heads in (4, 2, 2, 4))
+    inputs = [x.bfloat16().to(_PROBED) for x in (q, k, v, d_out)]
+    *wide, d_wide = (x.float().requires_grad_() for x in inputs)
+    offsets = torch.tensor([0, 60, 190], dtype=torch.int32, device=_PROBED)
+    segments = []
+    for part in (slice(0, 60), slice(60, 190)):
+        q, k, v = (x[part].transpose(0, 1) for x in wide)
+        segments.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    expected = torch.cat(segments, 1).transpose(0, 1)
+    gradients = torch.autograd.grad(expected, wide, d_wide[:190])
+    try:
+        out, lse, seed = kernel.forward(*inputs[:3], offsets, 130, 0)
+        computed = kernel.backward(inputs[3], *inputs[:3], out, lse, offsets, 130, 0, seed)
+    except Exception as problem:  # a compiler's errors share no type
+        return str(problem).partition("\n")[0]
+    pairs = zip((out, *computed), (expected, *gradients), strict=True)
+    error = max((x[:190] - y[:190]).abs().max().item() for x, y in pairs)
+    return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
 
 
 def _flash_attn() -> Kernel | None:
@@ -95,6 +171,33 @@ def _flash_attn() -> Kernel | None:
 def _window(window: int) -> dict[str, int]:
     """Window as flash kernels take it: tokens that a token sees before and after itself; -1 is all."""
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
+
+
+def _flash_4_options(longest: int, window: int, scale: float, head: int) -> dict[str, object]:
+    """Options of flash-attn-4 for both directions. No bound on a side is None there: -1 beside 0 would be a window."""
+    return {
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale or head**-0.5,
+        "causal": not window,
+        "window_size_left": window - 1 if window else None,
+        "window_size_right": 0 if window else None,
+    }
+
+
+def _flash_4_forward(interface, q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
+    options = _flash_4_options(longest, window, scale, q.shape[-1])
+    out, lse, *_ = interface._flash_attn_fwd(
+        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=cap, return_lse=True, **options
+    )
+    return out, lse, q.new_zeros(2, dtype=torch.uint64)
+
+
+def _flash_4_backward(interface, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
+    options = _flash_4_options(longest, window, scale, q.shape[-1])
+    return interface._flash_attn_bwd(
+        q, k, v, out, d_out, lse, cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=cap, **options
+    )
 
 
 def _torch_forward(q, k, v, offsets, longest, window, scale=0.0, cap=0.0):

@@ -2,6 +2,9 @@
 
 A file of the cache is named after everything that its bits depend on: the sources, the compiler, its flags, and the
 processor. Many ranks may compile at once: each writes a file of its own and renames it.
+
+The kernels use all instructions of the processor. `FUNRL_ISA=avx2` compiles them without AVX-512, `FUNRL_ISA=avx512`
+without the matrix unit (AMX), as for a processor that lacks these.
 """
 
 from __future__ import annotations
@@ -23,6 +26,12 @@ from pathlib import Path
 
 FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wno-psabi"
 NEEDED = ("avx2", "fma")  # of the processor
+ISA = "FUNRL_ISA"
+ISA_CAPS = {
+    "": (),
+    "avx2": ("-mno-avx512f",),
+    "avx512": ("-mno-amx-bf16",),
+}  # value of FUNRL_ISA: flags of the compiler
 _FOLDER = Path(__file__).parent
 SOURCE = "decode_step.cpp"
 _P = ctypes.c_void_p
@@ -67,6 +76,8 @@ def library_problem() -> str | None:
     missing = [flag for flag in NEEDED if flag not in _processor().split()]
     if missing:
         return f"the C++ kernels need a processor with {' and '.join(NEEDED)}, this one lacks {' and '.join(missing)}"
+    if (cap := os.environ.get(ISA, "")) not in ISA_CAPS:
+        return f"{ISA}={cap} is neither avx2 nor avx512; without it the C++ kernels use all that the processor has"
     command = _compiler()
     if not command or shutil.which(command[0]) is None:
         return f"the C++ kernels need a compiler, and there is no {' '.join(command)!r}: install g++ or set CXX"
@@ -121,7 +132,7 @@ def cache_folder() -> Path:
 
 
 def _compiled() -> Path:
-    command = [*_compiler(), *FLAGS.split()]
+    command = [*_compiler(), *FLAGS.split(), *ISA_CAPS[os.environ.get(ISA, "")]]
     sources = [_FOLDER / SOURCE, *sorted(_FOLDER.glob("*.hpp"))]
     version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     parts = [" ".join(command), version, _processor(), *(file.read_text() for file in sources)]

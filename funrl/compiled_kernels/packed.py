@@ -12,13 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.kernel_library import KernelError, library
+from funrl.compiled_kernels.arguments import FIXED_PARTS, check_parts, check_tensor, kernel_bits, real_of
+from funrl.compiled_kernels.kernel_library import library
 
-FIXED_PARTS = 8  # of the terms of a sum that ranks may share
-KERNEL_DTYPES = "float32, bfloat16 and float64"
 _LARGE = 1 << 22  # bytes of a packed weight that wants huge pages
 LANES = 16  # dims that a sum runs over, and head sizes, are padded to it
-BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float64: 64}
 
 
 class PackedLinear(NamedTuple):
@@ -53,7 +51,9 @@ def pack_linear(w_NK: Tensor, parts: int = 1) -> PackedLinear:
 
     Raises:
       KernelError: another dtype or device, or no kernel can be had (see `library`).
+      ValueError: another number of dims, or other parts.
     """
+    kernel_bits("the weight", w_NK, 2)
     N, K = w_NK.shape
     count = panel_numbers(N, K, parts, w_NK.dtype)
     # Huge pages need large pieces; a small one is made faster by torch.
@@ -64,16 +64,17 @@ def pack_linear(w_NK: Tensor, parts: int = 1) -> PackedLinear:
 
 
 def fill_panels(w_NK: Tensor, panels: Tensor, parts: int = 1) -> None:
-    """`pack_linear` into `panel_numbers(...)` numbers of memory that is there."""
-    bits = kernel_bits("the weight", w_NK)
+    """`pack_linear` into `panel_numbers(...)` contiguous numbers of memory that is there."""
+    bits = kernel_bits("the weight", w_NK, 2)
     w_NK = w_NK.detach().contiguous()
     N, K = w_NK.shape
+    check_tensor("the panels", panels, w_NK.dtype, (panel_numbers(N, K, parts, w_NK.dtype),))
     library().funrl_pack(bits, w_NK.data_ptr(), N, K // parts, parts, panels.data_ptr())
 
 
 def pack_groups(w_ENK: Tensor, parts: int = 1) -> PackedLinear:
     """Copy a matrix of each of E groups into panels, one after the other; as `pack_linear`."""
-    bits = kernel_bits("the weight", w_ENK)
+    bits = kernel_bits("the weight", w_ENK, 3)
     E, N, K = w_ENK.shape
     count = E * panel_numbers(N, K, parts, w_ENK.dtype)
     large = count * w_ENK.element_size() >= _LARGE
@@ -92,7 +93,8 @@ def unpack_panels(panels: Tensor, outputs: int, inputs: int, parts: int = 1) -> 
 
 
 def panel_numbers(N: int, K: int, parts: int, dtype: torch.dtype) -> int:
-    """Numbers that a weight [N, K] has in panels, the padding included."""
+    """Numbers that a weight [N, K] has in panels, the padding included. Raises ValueError for other parts."""
+    check_parts(parts, K)
     return round_up(N, panel_width()) * parts * _padded_part(K, parts, dtype)
 
 
@@ -130,15 +132,21 @@ def packed_linear(
 
     Raises:
       KernelError: another dtype or device.
-      ValueError: x has not K columns.
+      ValueError: x has not K columns, the weight has groups, or the bias is another than it must be.
     """
-    bits = kernel_bits("x", x_MK)
+    bits = kernel_bits("x", x_MK, 2)
     x_MK = x_MK.detach()
     if x_MK.shape[1] != packed.inputs or x_MK.dtype != packed.panels.dtype:
         raise ValueError(
             f"x is {x_MK.dtype} with {x_MK.shape[1]} columns, the packed weight {packed.panels.dtype} with "
             f"{packed.inputs} inputs"
         )
+    numbers = panel_numbers(packed.outputs, packed.inputs, packed.parts, x_MK.dtype)
+    check_tensor("the packed weight", packed.panels, x_MK.dtype, (numbers,))
+    if bias_N is not None:
+        if wide:
+            raise ValueError("a product that is not rounded takes no bias")
+        check_tensor("bias_N", bias_N, x_MK.dtype, (packed.outputs,))
     M = x_MK.shape[0]
     x_MK = x_MK.contiguous()
     bias_N = None if bias_N is None else bias_N.detach().contiguous()
@@ -201,13 +209,8 @@ def packed_attention(
       KernelError: another dtype or device.
       ValueError: shapes or offsets do not fit.
     """
-    T, H, N = q_THN.shape
-    K = k_TKN.shape[1]
-    if k_TKN.shape != (T, K, N) or v_TKN.shape != k_TKN.shape or H % K or not q_THN.dtype == k_TKN.dtype == v_TKN.dtype:
-        shapes = [tuple(x.shape) for x in (q_THN, k_TKN, v_TKN)]
-        raise ValueError(f"q {shapes[0]}, k {shapes[1]} and v {shapes[2]} do not fit or differ in dtype")
-    if offsets[0] != 0 or offsets[-1] != T or (offsets.diff() < 0).any():
-        raise ValueError(f"offsets {offsets.tolist()} do not ascend from 0 to the {T} tokens")
+    if offsets[-1] != len(q_THN):
+        raise ValueError(f"offsets {offsets.tolist()} do not ascend from 0 to the {len(q_THN)} tokens")
     return sequence_attention(q_THN, k_TKN, v_TKN, offsets, AttentionOptions(window or 0), threads)[0]
 
 
@@ -219,7 +222,7 @@ def sequence_attention(
     options: AttentionOptions,
     threads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`packed_attention` that trusts its arguments; after the last offset there may be padding.
+    """`packed_attention`; after the last offset there may be padding.
 
     Returns: [T, H, N], 0 at padding; the logarithm of the normaliser of each query, [H, T] float32 or wider.
     """
@@ -257,39 +260,42 @@ def _attention(
     paged: PagedKeys | None,
     threads: int | None,
 ) -> None:
-    q = inputs[0]
-    bits = kernel_bits("q", q)
+    q, k, v = inputs
+    bits = kernel_bits("q", q, 3)
+    places = q.shape[:1] if paged is None else k.shape[:2]  # of keys and values
+    kernel_bits("k", k, len(places) + 2)
     T, H, N = q.shape
+    K = k.shape[-2]
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, q.dtype, (*places, K, N))
+    if not K or H % K:
+        raise ValueError(f"there are {H} query heads, they must be a multiple of the {K} key-value heads")
+    if options.window < 0:
+        raise ValueError(f"the window is {options.window}, it must be at least 1, or 0 for all tokens")
     offsets = offsets.to(torch.int64).contiguous()
+    S = offsets.numel() - 1
+    check_tensor("offsets", offsets, torch.int64, (max(S, 0) + 1,))
     table = ends = None
-    width = page = 0
+    width = page = pages = 0
     if paged is not None:
         table = paged.table_SP.to(torch.int64).contiguous()
         ends = paged.ends_S.to(torch.int64).contiguous()
-        width = table.shape[1]
-        page = paged.keys.shape[1]
-    each = (T, len(offsets) - 1, H, inputs[1].shape[-2], N, options.window, width, page)
-    sizes = (ctypes.c_int64 * 8)(*each)
-    pointers = (None if x is None else x.data_ptr() for x in (*inputs, *outputs))
-    places = (None if x is None else x.data_ptr() for x in (offsets, ends, table))
+        width = table.shape[-1]
+        pages, page = places
+        check_tensor("table_SP", table, torch.int64, (S, width))
+        check_tensor("ends_S", ends, torch.int64, (S,))
+    sizes = (ctypes.c_int64 * 9)(T, S, H, K, N, options.window, width, page, pages)
+    pointers = (x.data_ptr() for x in (*inputs, *outputs))
+    indices = (None if x is None else x.data_ptr() for x in (offsets, ends, table))
     numbers = (options.scale, options.cap, threads or torch.get_num_threads())
-    library().funrl_attention(bits, *pointers, sizes, *places, *numbers)
-
-
-def real_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the kernels compute with numbers of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def kernel_bits(name: str, x: Tensor) -> int:
-    """Bits of a number of x.
-
-    Raises:
-      KernelError: the kernels do not take its dtype or device.
-    """
-    if x.dtype not in BITS or x.device.type != "cpu":
-        raise KernelError(f"{name} is {x.dtype} on {x.device}, the C++ kernels take {KERNEL_DTYPES} on the CPU")
-    return BITS[x.dtype]
+    problem = library().funrl_attention(bits, *pointers, sizes, *indices, *numbers)
+    if problem == 1:
+        raise ValueError(f"offsets {offsets.tolist()} do not ascend from 0 to at most the {T} tokens")
+    if problem == 2:
+        ends_S = [] if ends is None else ends.tolist()
+        raise ValueError(f"ends_S {ends_S} are not between the queries and the {width * page} tokens of a table's row")
+    if problem == 3:
+        raise ValueError(f"table_SP has a page that is read and is not one of the {pages} pages")
 
 
 def panel_width() -> int:

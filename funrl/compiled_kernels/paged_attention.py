@@ -319,8 +319,8 @@ def paged_kernel() -> Callable[..., Tensor] | None:
             log.info("attention over pages on the GPU is by torch %s", torch.__version__)
             return kernel
         log.warning("torch %s has no attention over pages for this GPU: %s", torch.__version__, problem)
-    try:
-        flash = importlib.import_module("flash_attn").flash_attn_varlen_func
+    try:  # flash-attn-4 alone brings a namespace of this name without functions
+        flash = getattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func", None)
     except ImportError:
         flash = None
     if flash is not None and "block_table" in inspect.signature(flash).parameters:

@@ -45,10 +45,12 @@ class SegmentBounds(NamedTuple):
     Attributes:
       longest: no segment has more tokens.
       segments: number of segments after which all others are empty.
+      tokens: the last offset; None: the host does not know it.
     """
 
     longest: int
     segments: int
+    tokens: int | None = None
 
 
 def varlen_attention(
@@ -267,9 +269,10 @@ def _backward(
 def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     if not _is_for_flash(q, cap):
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
-    offsets, longest = planned_segments(offsets, longest)
-    out, lse, generator = flash_kernel(cap > 0).forward(q, k, v, offsets, longest, window, scale, cap)
-    return _without_padding(out, offsets), lse, generator
+    used, longest = planned_segments(offsets, longest)
+    kernel = flash_kernel(cap > 0, q.shape[-1])
+    out, lse, generator = kernel.forward(q, k, v, used, longest, window, scale, cap)
+    return _zero_padding(out, offsets), lse, generator
 
 
 @_backward.register_kernel("cuda")
@@ -277,14 +280,15 @@ def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator
     if not _is_for_flash(q, cap):
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
     d_out = d_out.contiguous()
-    offsets, longest = planned_segments(offsets, longest)
-    grads = flash_kernel(cap > 0).backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap)
-    return tuple(_without_padding(grad, offsets) for grad in grads)
+    used, longest = planned_segments(offsets, longest)
+    kernel = flash_kernel(cap > 0, q.shape[-1])
+    grads = kernel.backward(d_out, q, k, v, out, lse, used, longest, window, generator, scale, cap)
+    return tuple(_zero_padding(grad, offsets) for grad in grads)
 
 
 def _is_for_flash(q: Tensor, cap: float) -> bool:
     """True if a tensor on a GPU goes to the kernel of `flash_kernel`."""
-    return q.element_size() == 2 and q.shape[-1] <= FLASH_HEAD and (not cap or flash_kernel(True).caps)
+    return q.element_size() == 2 and q.shape[-1] <= FLASH_HEAD and (not cap or flash_kernel(True, q.shape[-1]).caps)
 
 
 def _forward_by_matrix(q, k, v, offsets, window, scale, cap):
@@ -430,8 +434,17 @@ def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float, cap
     return _tokens_first(out)
 
 
+def _zero_padding(x: Tensor, offsets: Tensor) -> Tensor:
+    """Zero the rows after the last offset in place: only these where the host knows it."""
+    bounds = segment_bounds(offsets)
+    if bounds is None or bounds.tokens is None:
+        return _without_padding(x, offsets)
+    x[bounds.tokens :].zero_()
+    return x
+
+
 def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:
-    """Zero the rows after the last offset, where kernels leave undefined values."""
+    """A copy with zeros after the last offset, where kernels leave undefined values."""
     return x.masked_fill((torch.arange(len(x), device=x.device) >= offsets[-1])[:, None, None], 0)
 
 

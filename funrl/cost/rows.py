@@ -55,7 +55,7 @@ from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import form_of_pictures
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import has_environment
-from funrl.trainer.settings.settings import Settings, scoring_budget
+from funrl.trainer.settings.settings import Settings, check_needs, scoring_budget
 from funrl.trainer.sources.completion_scores import reading_ranks
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
@@ -124,9 +124,7 @@ def row_grids(job: Job, tokens: int) -> tuple[Grid, ...]:
     form = form_of_pictures(settings, job.model.config)
     kind = job.task.kind if isinstance(job, TextJob) else None
     if form is None or kind not in (None, "demonstrations"):
-        if count is not None:
-            what = "the model reads text only" if form is None else f"{kind} have no pictures"
-            raise SettingsError(f"--assume_pictures={count}: {what}; leave it out")
+        check_needs(settings, pictures=form, picture_rows=False)
         return ()
     if count is None and reads_task(settings, kind):
         owned = [x.owned for x in task_texts(settings, job.model.config, kind) if x.owned is not None]

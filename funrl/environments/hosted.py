@@ -20,7 +20,6 @@ import torch
 from funrl.data.prompts import Example
 from funrl.environments.attempt import guarded_episode
 from funrl.environments.environment import Environment, ScoringEnvironment
-from funrl.kinds import OwnedLines
 from funrl.processes.worker_pool import (
     AskRank,
     CallLostError,
@@ -33,7 +32,7 @@ from funrl.processes.worker_pool import (
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import Chat, EpisodeLimits, Policy, PolicySetup, RunEndingError, Serve
-from funrl.rollout.requests import Completion
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
 HOST_BYTES = 4 << 30  # that a worker may take, beyond what it has when it is forked
@@ -47,17 +46,6 @@ class _Terms(NamedTuple):
     sampling: Sampling
     models: Mapping[str, str] | None
     limits: EpisodeLimits
-
-
-class _Question(NamedTuple):
-    """A request of a policy in a worker; `prompt` are int64 token ids, the others as of `Complete`."""
-
-    agent: str
-    prompt: np.ndarray
-    sampling: Sampling
-    seed: int
-    computed: int
-    owned: OwnedLines | None
 
 
 class HostedEnvironment:
@@ -154,8 +142,7 @@ async def _run_there(
     """Run an episode in a worker; returns the problem that ends the run, or "", and the record of the episode."""
     terms, example, seed = pickle.loads(payload)
     setup = PolicySetup(terms.sampling, chat, terms.models, serve)
-    frozen = {agent: functools.partial(_ask, ask, agent) for agent, model in (terms.models or {}).items() if model}
-    policy = Policy(functools.partial(_ask, ask, ""), setup, seed, terms.limits, frozen)
+    policy = Policy(functools.partial(_ask, ask), setup, seed, terms.limits)
     try:
         episode = await guarded_episode(lambda: environment.run(policy, example, seed), policy)
     except RunEndingError as error:
@@ -163,9 +150,9 @@ async def _run_there(
     return "", to_record(episode)
 
 
-async def _ask(ask: AskRank, agent: str, prompt: Sequence[int], *request: Any) -> Completion:
-    """Complete a prompt of a policy in a worker; "" is any agent that the policy answers for."""
-    arrays, fields = await ask(_Question(agent, np.asarray(prompt, np.int64), *request))
+async def _ask(ask: AskRank, request: Request) -> Completion:
+    """Complete a request of a policy in a worker; an array is pickled sooner than a list."""
+    arrays, fields = await ask((np.asarray(request.prompt, np.int64), request._replace(prompt=())))
     return Completion(**{name: torch.from_numpy(array) for name, array in arrays.items()}, **fields)
 
 
@@ -192,12 +179,11 @@ class _Questions:
         number, question = pickle.loads(message.payload)
         self._tasks[number] = self._loop.create_task(self._reply(message.number, number, question))
 
-    async def _reply(self, call: int, number: int, question: _Question) -> None:
+    async def _reply(self, call: int, number: int, question: tuple[np.ndarray, Request]) -> None:
         value = error = None
         try:
-            agent, prompt, sampling, seed, computed, owned = question
-            completer = self._policy.completer(agent)
-            values = (await completer(prompt.tolist(), sampling, seed, computed, owned))._asdict()
+            prompt, request = question
+            values = (await self._policy.complete(request._replace(prompt=prompt.tolist())))._asdict()
             arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
             value = arrays, {name: value for name, value in values.items() if name not in arrays}
         except ValueError as raised:

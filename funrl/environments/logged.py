@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,29 +31,6 @@ class LoggedEpisode(NamedTuple):
     episode: Episode
 
 
-class UnlikeTurn(NamedTuple):
-    """A turn that is sampled differently.
-
-    Attributes:
-      episode: which one it is, in words.
-      agent: who speaks.
-      turn: number of the turn in its trajectory.
-      token: number of the first differing token in it.
-      before, now: token ids of the turn.
-    """
-
-    episode: str
-    agent: str
-    turn: int
-    token: int
-    before: Sequence[int]
-    now: Sequence[int]
-
-    def __str__(self) -> str:
-        before, now = (str(ids[self.token]) if self.token < len(ids) else "nothing" for ids in (self.before, self.now))
-        return f"{self.episode}, turn {self.turn} of {self.agent}, token {self.token}: {now} now, {before} in the log"
-
-
 class MissingEpisodeError(RunEndingError):
     """A log does not have an episode that is to be repeated."""
 
@@ -64,14 +42,14 @@ class LoggedEnvironment:
 
     Attributes:
       agents: names of the agents, as those of the environment that made the log.
-      unlike: turns that differed.
+      unlike: turns that differed, in words.
       compared: number of the turns that were sampled again.
     """
 
     def __init__(self, agents: Sequence[str] = ()):
         """Begin without a log; `open` gives one."""
         self.agents = tuple(agents)
-        self.unlike: list[UnlikeTurn] = []
+        self.unlike: list[str] = []
         self.compared = 0
         self._logged: Mapping[int, LoggedEpisode] = {}
 
@@ -114,7 +92,7 @@ class LoggedEnvironment:
           example: its prompt.
           completions: of each sampled node, after the tokens that the log has before it.
         """
-        name = episode_name(logged, example)
+        name = f"episode {logged.number} ({example.text!r:.{PROMPT_CHARACTERS}})"
         again: dict[Node, Node] = {}
         for end in logged.episode.ends:
             for node in end.nodes():
@@ -122,32 +100,42 @@ class LoggedEnvironment:
                     continue
                 now = dataclasses.replace(node, parent=None if node.parent is None else again[node.parent])
                 if node.sampled:
-                    done = completions[node]
-                    sampled = dataclasses.replace(
-                        now,
-                        tokens=done.tokens.tolist(),
-                        raw_logp=done.raw_logp,
-                        sampling_logp=done.sampling_logp,
-                        versions=done.versions,
-                        routes=done.routes,
-                        finish=done.finish,
-                    )
-                    now = self._compared(end.agent, node, sampled, name)
+                    now = self._compared(node, now, completions[node], name=name, agent=end.agent)
                 again[node] = now
-        return with_nodes(logged.episode, again)
+        return dataclasses.replace(
+            logged.episode,
+            ends=[dataclasses.replace(end, leaf=again[end.leaf]) for end in logged.episode.ends],
+            turn_rewards={again[node]: reward for node, reward in logged.episode.turn_rewards.items()},
+            states={again[node]: state for node, state in logged.episode.states.items()},
+        )
 
-    def _compared(self, agent: str, node: Node, again: Node, name: str) -> Node:
-        """The turn that was sampled again; the one of the log where they differ, which is noted."""
+    def _compared(self, node: Node, now: Node, done: Completion, *, name: str, agent: str) -> Node:
+        """A turn as it was sampled again; as it is in the log where they differ, which is noted.
+
+        Args:
+          node: of the log.
+          now: the same, after the turns before it as they are now.
+          done: what was sampled.
+          name: of the episode, in words.
+          agent: who speaks.
+        """
         self.compared += 1
-        now = list(again.tokens)
-        if now == list(node.tokens):
-            return again
-        token = next((i for i, (a, b) in enumerate(zip(node.tokens, now, strict=False)) if a != b), None)
+        before, after = list(node.tokens), done.tokens.tolist()
+        if before == after:
+            return dataclasses.replace(
+                now,
+                raw_logp=done.raw_logp,
+                sampling_logp=done.sampling_logp,
+                versions=done.versions,
+                routes=done.routes,
+                finish=done.finish,
+            )
         path = node.path()
         turn = path[0].turns_before + sum(earlier.sampled for earlier in path[:-1])
-        first = min(len(now), len(node.tokens)) if token is None else token
-        self.unlike.append(UnlikeTurn(name, agent, turn, first, list(node.tokens), now))
-        return dataclasses.replace(node, parent=again.parent)
+        pairs = itertools.zip_longest(after, before, fillvalue="nothing")
+        token, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        self.unlike.append(f"{name}, turn {turn} of {agent}, token {token}: {ours} now, {theirs} in the log")
+        return now
 
 
 async def _sample_again(policy: Policy, end: Trajectory, node: Node) -> Completion:
@@ -156,16 +144,3 @@ async def _sample_again(policy: Policy, end: Trajectory, node: Node) -> Completi
         raise ValueError("a sampled node has no request, so it cannot be sampled again")
     _, longer = await policy.request(dataclasses.replace(end, leaf=node.parent), node.sampling, node.seed)
     return completion_of(longer.leaf)
-
-
-def episode_name(logged: LoggedEpisode, example: Example) -> str:
-    """Name of an episode in messages."""
-    return f"episode {logged.number} ({example.text!r:.{PROMPT_CHARACTERS}})"
-
-
-def with_nodes(episode: Episode, again: Mapping[Node, Node]) -> Episode:
-    """An episode with other nodes in place of its own."""
-    ends = [dataclasses.replace(end, leaf=again[end.leaf]) for end in episode.ends]
-    turn_rewards = {again[node]: reward for node, reward in episode.turn_rewards.items()}
-    states = {again[node]: state for node, state in episode.states.items()}
-    return dataclasses.replace(episode, ends=ends, turn_rewards=turn_rewards, states=states)

@@ -36,7 +36,7 @@ from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, record_from_json, to_json, to_record
 from funrl.rollout.episode_replay import EpisodeLog, LogError, LoggedPolicy, completion_of
 from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup
+from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup, RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
@@ -46,6 +46,23 @@ _CALLERS: ContextVar[tuple[asyncio.Task[object], ...]] = ContextVar("callers", d
 PARKED = 0  # the allowance of an episode that is rebuilt: every call that its log does not answer is parked
 UNKNOWN_WAIT_S = 1.0  # between two checks whether episodes that wait for something unknown have waited long enough
 SETTLING = 32  # turns of the event loop, after which coroutines that only wait for each other have run
+
+
+class CompletionEnvironment:
+    """An environment whose episodes are one reply to a prompt, which has no reward yet."""
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Complete a prompt.
+
+        Raises:
+          RunEndingError: the engine cannot take the request.
+        """
+        del seed
+        try:
+            _, trajectory = await policy.sample(policy.start(example.tokens))
+        except ValueError as error:
+            raise RunEndingError(str(error)) from error
+        return Episode([trajectory], {trajectory.agent: None})
 
 
 class UnfinishedEpisode(NamedTuple):
@@ -217,9 +234,21 @@ class _LiveGroup:
 class ResumableEpisodes(EpisodeRunner):
     """The unfinished episodes of this replica. They live on its first tensor rank, on a loop that stands still."""
 
-    def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits = EPISODE_LIMITS):
-        """Begin without episodes; the arguments are those of `run_episodes`."""
+    def __init__(
+        self,
+        environment: Environment,
+        setup: PolicySetup,
+        limits: EpisodeLimits = EPISODE_LIMITS,
+        ended: Callable[[int, Episode], None] = lambda number, episode: None,
+    ):
+        """Begin without episodes.
+
+        Args:
+          environment, setup, limits: as of `run_episodes`.
+          ended: called with the number of an episode and the episode once it has ended.
+        """
         super().__init__(environment, setup, limits)
+        self._ended = ended
         self._live: dict[int, _LiveGroup] = {}  # by number of the first episode
         self._episodes: dict[int, tuple[_LiveGroup, _LiveEpisode]] = {}
         self._problems: list[str] = []
@@ -332,16 +361,8 @@ class ResumableEpisodes(EpisodeRunner):
             else:
                 episode.done = done
             episode.log = EpisodeLog()
+        self._ended(number, episode.done)
         return episode.done
-
-    async def ask(self, number: int, request: Request) -> Completion:
-        """Complete a request of an episode, perhaps in part."""
-        self._beginning.discard(number)
-        resident = self.resident
-        resident.keep(number, len(request.prompt) + request.sampling.max_new_tokens)
-        completion = await resident.ask(request)
-        resident.keep(number, len(request.prompt) + len(completion.tokens))
-        return completion
 
     def park(self, number: int) -> None:
         """Note that a call of an episode is parked."""

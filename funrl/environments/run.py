@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
@@ -18,9 +18,8 @@ from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
-from funrl.rollout.requests import Completion, request_seed
+from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
-from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import Tickets, run_groups, share_tickets
 
 
@@ -200,10 +199,7 @@ class EpisodeRunner:
 
     async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
         clock = EpisodeClock(self.limits.environment_s)
-        models = self.setup.models or {}
-        complete = functools.partial(self._complete, number, clock)
-        frozen = {agent: functools.partial(complete, model=model) for agent, model in models.items() if model}
-        policy = Policy(complete, self.setup, seed, self.limits, frozen)
+        policy = Policy(functools.partial(self._complete, number, clock), self.setup, seed, self.limits)
         try:
             return await self._attempted(example, seed, policy, clock)
         finally:
@@ -217,21 +213,19 @@ class EpisodeRunner:
         recomputed = before.recomputed + cost.recomputed
         self._costs[number] = EpisodeSpending(before.environment_s + cost.environment_s, recomputed)
 
-    async def _complete(
-        self,
-        number: int,
-        clock: EpisodeClock,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *request: Any,
-        model: str = "",
-    ) -> Completion:
-        self._beginning.discard(number)
+    async def _complete(self, number: int, clock: EpisodeClock, request: Request) -> Completion:
         with clock.policy():
-            self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
-            completion = await self.resident.complete(prompt, sampling, *request, model=model)
-        self.resident.keep(number, len(prompt) + len(completion.tokens))
+            completion = await self.ask(number, request)
         self._add_cost(number, EpisodeSpending(recomputed=completion.recomputed))
+        return completion
+
+    async def ask(self, number: int, request: Request) -> Completion:
+        """Complete a request of an episode, perhaps in part."""
+        resident = self.resident
+        self._beginning.discard(number)
+        resident.keep(number, len(request.prompt) + request.sampling.max_new_tokens)
+        completion = await resident.ask(request)
+        resident.keep(number, len(request.prompt) + len(completion.tokens))
         return completion
 
     async def _scored(self, episodes: Sequence[Episode]) -> list[Episode]:

@@ -93,10 +93,10 @@ def _mapping(path: str) -> dict[str, Any]:
         else:
             text = file.read_text(encoding="utf-8")
             content = json.loads(text) if file.suffix == ".json" else load_yaml(text, _Texts)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise SettingsError(f"--config={path}: {' '.join(str(error).split())}") from error
-    except (Exception, SystemExit) as error:  # from a Python file
-        raise SettingsError(f"--config={path}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a Python file may raise anything
+        known = isinstance(error, (OSError, ValueError, yaml.YAMLError))
+        kind = "" if known else f"{type(error).__name__}: "
+        raise SettingsError(f"--config={path}: {kind}{' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not content:
         raise SettingsError(f"--config={path}: flag names with values are needed, not {content!r:.60}")
     return dict(content)

@@ -94,10 +94,8 @@ def read(flags: Iterable[Flag], argv: Sequence[str]) -> Read:
     table.set_gnu_getopt(True)
     try:
         rest = table(list(argv), known_only=True)[1:]
-    except absl.IllegalFlagValueError as error:  # "flag --steps=0: it must be at least 1"
+    except absl.Error as error:  # "flag --steps=0: it must be at least 1"
         raise SettingsError(str(error).removeprefix("flag ")) from None
-    except absl.Error as error:
-        raise SettingsError(str(error)) from None
     given = frozenset(name for name in table if table[name].present)
     return Read(table.flag_values_dict(), given, tuple(rest))
 
@@ -159,12 +157,9 @@ def refuse_idle(given: Collection[str], kind: str, source: str, settings: Settin
 
     Raises: SettingsError.
     """
-    rank = settings.adapters.lora_rank
-    if rank is not None and "freeze" in given and settings.optimization.freeze is None:  # --freeze=none
-        raise SettingsError(f"--freeze=none: with --lora_rank={rank} adapters learn alone; leave it out")
     for name, flag in settings_flags().items():
         if name in given and flag_value(settings, name) != 0:
-            refuse_beside(name, flag_value(settings, name), settings)
+            refuse_beside(settings, name)
         if name in given and kind not in flag.kinds:
             raise SettingsError(
                 f"--{name} has no effect in {KIND_TEXTS[kind]}, the kind of run of {source}; leave it out"
@@ -201,7 +196,8 @@ def page() -> str:
         for flag in settings_flags().values():
             if flag.group == group:
                 default = flag.chosen or "none" if flag.default is None else f"`{_written(flag.default)}`"
-                text = "; ".join((flag.text, *(bound.text for bound in flag.bounds))).replace("|", "\\|")
+                sentences = [flag.text, *(bound.text for bound in flag.bounds), *flag.conditions()]
+                text = "; ".join(sentences).replace("|", "\\|")
                 only = "" if flag.kinds == RUN_KINDS else f" ({' and '.join(KIND_TEXTS[kind] for kind in flag.kinds)})"
                 lines.append(f"| `--{flag.name}` | {default} | {text}{only} |")
     return "\n".join(lines)

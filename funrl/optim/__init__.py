@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funrl.optim.adam import AdamState, scale_by_adam
-    from funrl.optim.base import Transformation, apply_updates, apply_updates_, chain
+    from funrl.optim.base import Transformation, apply_updates, apply_updates_, chain, step_
     from funrl.optim.clip import clip_by_global_norm, global_norm
     from funrl.optim.fused import fused_adamw
     from funrl.optim.masking import masked, partition
@@ -65,6 +65,7 @@ _FILES = {
     "scale_by_learning_rate": "scaling",
     "scale_by_schedule": "scaling",
     "sgd": "recipes",
+    "step_": "base",
     "trace": "scaling",
     "warmup_constant": "schedules",
     "warmup_cosine": "schedules",
@@ -102,6 +103,7 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_schedule",
     "sgd",
+    "step_",
     "trace",
     "warmup_constant",
     "warmup_cosine",

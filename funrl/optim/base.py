@@ -24,6 +24,23 @@ class Update(Protocol):
     ) -> tuple[trees.Tree, trees.Tree]: ...
 
 
+class InPlace(Protocol):
+    """(grads, state, params) -> state: gradients times `factor`, then `update`, then `apply_updates_`.
+
+    Gradients, state and parameters are donated. `norm` is that of `Update`.
+    """
+
+    def __call__(
+        self,
+        grads: trees.Tree,
+        state: trees.Tree,
+        params: trees.Tree,
+        *,
+        norm: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> trees.Tree: ...
+
+
 class Transformation(NamedTuple):
     """A step of an optimizer, from gradients to updates.
 
@@ -31,11 +48,15 @@ class Transformation(NamedTuple):
       name: the key of its state in the state of a `chain`.
       init: params -> state, a tree of tensors; it is part of the checkpoint.
       update: pure unless the factory says that it takes its arguments over.
+      factor: (grads, norm) -> the scalar that `update` multiplies gradients with in place, if that is all it does.
+      in_place: the whole step in fewer passes over memory than `update` and `apply_updates_`; None: it has no such way.
     """
 
     name: str
     init: Callable[[trees.Tree], trees.Tree]
     update: Update
+    factor: Callable[[trees.Tree, Tensor | None], Tensor] | None = None
+    in_place: InPlace | None = None
 
 
 def chain(*steps: Transformation, name: str = "chain") -> Transformation:
@@ -61,7 +82,22 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
             norm = None
         return grads, after
 
-    return Transformation(name, init, update)
+    def in_place(
+        grads: trees.Tree,
+        state: trees.Tree,
+        params: trees.Tree,
+        *,
+        norm: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> trees.Tree:
+        if factor is not None:
+            scale_(grads, factor)
+        factor = scaling.factor(grads, norm)
+        return state | {keys[-1]: last.in_place(grads, state[keys[-1]], params, factor=factor)}
+
+    scaling, last = steps[0], steps[-1]
+    joined = len(steps) == 2 and scaling.factor is not None and last.in_place is not None
+    return Transformation(name, init, update, in_place=in_place if joined else None)
 
 
 def stateful(
@@ -93,6 +129,31 @@ def apply_updates_(params: trees.Tree, updates: trees.Tree) -> trees.Tree:
     """`apply_updates` in place, for parameters that nobody else holds. Returns: `params`."""
     torch._foreach_add_(trees.leaves(params), trees.leaves(updates))
     return params
+
+
+def scale_(grads: trees.Tree, factor: Tensor) -> trees.Tree:
+    """Gradients times a scalar, in place. Returns: `grads`."""
+    return trees.map(lambda grad: grad.mul_(factor.to(grad.dtype)), grads)
+
+
+def step_(
+    optimizer: Transformation,
+    grads: trees.Tree,
+    state: trees.Tree,
+    params: trees.Tree,
+    norm: Tensor | None = None,
+) -> tuple[trees.Tree, trees.Tree]:
+    """One step of an optimizer in place: all arguments are donated.
+
+    Args:
+      norm: global norm of the gradients; None: an optimizer that needs it takes it.
+
+    Returns: parameters and state after it.
+    """
+    if optimizer.in_place is not None:
+        return params, optimizer.in_place(grads, state, params, norm=norm)
+    updates, state = optimizer.update(grads, state, params, norm=norm)
+    return apply_updates_(params, updates), state
 
 
 def zero_count(params: trees.Tree) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import AXES, Mesh, single
-from funrl.optim.base import Transformation
+from funrl.optim.base import Transformation, scale_
 
 
 def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None = None) -> Tensor:
@@ -65,9 +65,13 @@ def clip_by_global_norm(
     def update(
         grads: trees.Tree, state: object, params: trees.Tree, *, norm: Tensor | None = None
     ) -> tuple[trees.Tree, trees.Tree]:
-        size = norm_of(grads) if norm is None else norm
-        factor = torch.where(size < max_norm, torch.ones_like(size), max_norm / size)
-        scale = torch.Tensor.mul_ if in_place else torch.mul
-        return trees.map(lambda g: scale(g, factor.to(g.dtype)), grads), state
+        scalar = factor(grads, norm)
+        if in_place:
+            return scale_(grads, scalar), state
+        return trees.map(lambda grad: grad * scalar.to(grad.dtype), grads), state
 
-    return Transformation("clip_by_global_norm", lambda params: (), update)
+    def factor(grads: trees.Tree, norm: Tensor | None) -> Tensor:
+        size = norm_of(grads) if norm is None else norm
+        return torch.where(size < max_norm, torch.ones_like(size), max_norm / size)
+
+    return Transformation("clip_by_global_norm", lambda params: (), update, factor=factor if in_place else None)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
-from funrl.optim.adam import AdamState, correction
-from funrl.optim.base import Transformation, stateful
+from funrl.optim.adam import correction
+from funrl.optim.base import Transformation, apply_updates_, scale_, stateful
 from funrl.optim.recipes import adamw
 from funrl.optim.scaling import Mask, ScheduleState, mask_of
 from funrl.optim.schedules import Schedule
@@ -31,34 +31,59 @@ def fused_adamw(
     """`adamw` in place: the same numbers and the same state, with few passes over memory.
 
     `update` takes over the state, and the gradients, whose memory becomes the updates; gradients of a lower dtype
-    than the moments get other memory for them. On CUDA and ROCm a Triton kernel makes one pass over each leaf.
-    Elsewhere torch's operators make several over many leaves, with one temporary of about 64 million elements, or of
-    the largest leaf if that is larger. With `apply_updates_` the parameters are donated as well.
+    than the moments get other memory for them. On CUDA and ROCm one Triton kernel makes one pass over all leaves, and
+    `step_` includes clipping and the new parameters in it. Elsewhere torch's operators make several over many leaves,
+    with one temporary of about 64 million elements, or of the largest leaf if that is larger. With `step_` and
+    `apply_updates_` the parameters are donated as well.
 
     Args: those of `adamw`.
     """
     init = adamw(learning_rate, b1, b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype).init
 
-    def update(grads: trees.Tree, state: trees.Tree, params: trees.Tree) -> tuple[trees.Tree, trees.Tree]:
-        adam: AdamState = state["adam"]
-        count = adam.count + 1
+    def advanced(state: trees.Tree) -> tuple[AdamStep, trees.Tree]:
+        count = state["adam"].count + 1
         timer = state["learning_rate"]
         rate = learning_rate
         if callable(rate):
             rate = rate(timer.count)
             timer = ScheduleState(timer.count + 1)
         step = AdamStep(correction(b1, count), correction(b2, count), rate, betas=(b1, b2), eps=eps)
+        return step, state | {"adam": state["adam"]._replace(count=count), "learning_rate": timer}
+
+    def columns(state: trees.Tree, params: trees.Tree) -> list[list]:
         decays = trees.map(lambda on: weight_decay if on else 0.0, mask_of(mask, params))
-        leaves = [trees.leaves(tree) for tree in (adam.mu, adam.nu, params, decays)]
+        return [trees.leaves(tree) for tree in (state["adam"].mu, state["adam"].nu, params, decays)]
+
+    def update(grads: trees.Tree, state: trees.Tree, params: trees.Tree) -> tuple[trees.Tree, trees.Tree]:
+        step, state = advanced(state)
+        leaves = columns(state, params)
+        nu = state["adam"].nu
         if kernel_takes(trees.leaves(grads), leaves):
-            updates = trees.map(lambda grad, v: grad if grad.dtype == v.dtype else torch.empty_like(v), grads, adam.nu)
+            updates = trees.map(lambda grad, v: grad if grad.dtype == v.dtype else torch.empty_like(v), grads, nu)
             update_by_kernel([trees.leaves(grads), *leaves], trees.leaves(updates), step)
         else:
-            updates = trees.map(lambda grad, v: grad.to(v.dtype), grads, adam.nu)
+            updates = trees.map(lambda grad, v: grad.to(v.dtype), grads, nu)
             update_by_torch([trees.leaves(updates), *leaves], step)
-        return updates, state | {"adam": AdamState(count, adam.mu, adam.nu), "learning_rate": timer}
+        return updates, state
 
-    return stateful("adamw", init, update)
+    def in_place(
+        grads: trees.Tree,
+        state: trees.Tree,
+        params: trees.Tree,
+        *,
+        norm: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> trees.Tree:
+        leaves = columns(state, params)
+        if kernel_takes(trees.leaves(grads), leaves):
+            step, state = advanced(state)
+            update_by_kernel([trees.leaves(grads), *leaves], None, step._replace(factor=factor))
+            return state
+        updates, state = update(grads if factor is None else scale_(grads, factor), state, params)
+        apply_updates_(params, updates)
+        return state
+
+    return stateful("adamw", init, update)._replace(in_place=in_place)
 
 
 class AdamStep(NamedTuple):
@@ -69,6 +94,7 @@ class AdamStep(NamedTuple):
       rate: learning rate, a number or a scalar on the device.
       betas: decays of the moments.
       eps: added to the root.
+      factor: of the gradients, a scalar on the device; None: 1.
     """
 
     c1: Tensor
@@ -76,6 +102,7 @@ class AdamStep(NamedTuple):
     rate: float | Tensor
     betas: tuple[float, float]
     eps: float
+    factor: Tensor | None = None
 
 
 def update_by_torch(columns: Sequence[list], step: AdamStep) -> None:
@@ -105,19 +132,22 @@ def update_by_torch(columns: Sequence[list], step: AdamStep) -> None:
         torch._foreach_mul_(group, -step.rate)
 
 
-def update_by_kernel(columns: Sequence[list], updates: Sequence[Tensor], step: AdamStep) -> None:
-    """`update_by_torch` by one Triton kernel a leaf, which reads and writes each number once.
+def update_by_kernel(columns: Sequence[list], updates: Sequence[Tensor] | None, step: AdamStep) -> None:
+    """`update_by_torch` by one Triton kernel for all leaves of the same dtypes; each number is read and written once.
 
     Args:
       columns: gradients of any floating-point dtype, mu, nu, parameters and weight decays of all leaves.
-      updates: take the updates; they may be the gradients' memory.
+      updates: take the updates; they may be the gradients' memory. None: parameters are updated in place.
       step: numbers of the update.
     """
-    from funrl.compiled_kernels.gpu_kernels.adamw_kernel import AdamLeaf, adamw_leaf
+    from funrl.compiled_kernels.gpu_kernels.adamw_kernel import AdamLeaf, adamw_leaves
 
-    facts_3 = torch.stack([step.c1.float(), step.c2.float(), torch.zeros_like(step.c1).float() + step.rate])
-    for grad, mu, nu, param, decay, update in zip(*columns, updates, strict=True):
-        adamw_leaf(AdamLeaf(grad, mu, nu, param, update), facts_3, step.betas, eps=step.eps, weight_decay=decay)
+    factor = torch.ones_like(step.c1) if step.factor is None else step.factor
+    numbers = (step.c1, step.c2, torch.zeros_like(step.c1) + step.rate, factor)
+    facts_4 = torch.stack([x.float() for x in numbers])
+    grads, *others, decays = columns
+    leaves = map(AdamLeaf._make, zip(grads, *others, others[-1] if updates is None else updates, strict=True))
+    adamw_leaves(list(leaves), decays, facts_4, step.betas, step.eps, in_place=updates is None)
 
 
 def kernel_takes(grads: Sequence[Tensor], leaves: Sequence[list]) -> bool:
@@ -142,8 +172,13 @@ def adamw_error(device: str) -> float:
     numbers = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.02, dtype=torch.float64)
     update_by_torch([[grad], [mu], [nu], [param], [0.1]], AdamStep(*numbers, rate=0.5, betas=(0.9, 0.99), eps=1e-3))
     step = AdamStep(*(x.to(device) for x in numbers), rate=0.5, betas=(0.9, 0.99), eps=1e-3)
+    applied = [[x[0].clone()] for x in columns]
     update_by_kernel([*columns, [0.1]], columns[0], step)
-    return largest_error((column[0], x) for column, x in zip(columns, (grad, mu, nu, param), strict=True))
+    applied[0][0] *= 4
+    update_by_kernel([*applied, [0.1]], None, step._replace(factor=torch.tensor(0.25, device=device)))
+    pairs = [(column[0], x) for column, x in zip(columns, (grad, mu, nu, param), strict=True)]
+    pairs += [(column[0], x) for column, x in zip(applied[1:], (mu, nu, param + grad), strict=True)]
+    return largest_error(pairs)
 
 
 def _groups(columns: Sequence[list]) -> Iterator[list[list]]:

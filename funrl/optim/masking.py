@@ -8,7 +8,7 @@ import optree
 from torch import Tensor
 
 from funrl import trees
-from funrl.optim.base import Transformation
+from funrl.optim.base import Transformation, apply_updates_, scale_
 from funrl.optim.scaling import Mask, mask_of
 
 Labels = trees.Tree | Callable[[trees.Tree], trees.Tree]
@@ -70,7 +70,22 @@ def masked(inner: Transformation, mask: Mask) -> Transformation:
         updates, state = inner.update(_part(grads, chosen), state, _part(params, chosen))
         return _join(grads, updates), state
 
-    return Transformation(inner.name, init, update)
+    def in_place(
+        grads: trees.Tree,
+        state: object,
+        params: trees.Tree,
+        *,
+        norm: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> object:
+        chosen = mask_of(mask, params)
+        others = trees.map(lambda on: not on, chosen)
+        passed = _part(grads, others)
+        if trees.leaves(passed):
+            apply_updates_(_part(params, others), passed if factor is None else scale_(passed, factor))
+        return inner.in_place(_part(grads, chosen), state, _part(params, chosen), factor=factor)
+
+    return Transformation(inner.name, init, update, in_place=None if inner.in_place is None else in_place)
 
 
 def _part(tree: trees.Tree, chosen: trees.Tree) -> trees.Tree:

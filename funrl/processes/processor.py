@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "MKL_CBWR"  # which `funrl` sets to AUTO where the user has not set it
+CAPS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "FUNRL_ISA")  # variables that take instructions away
 SYMBOLS = ("mkl_serv_cbwr_get", "mkl_cbwr_get")  # inside libtorch, where MKL is linked into it; in a library of its own
 BRANCH_AND_FLAGS = -1  # asks for branch and flags
 OFF = 1  # the branch whose bits depend on the alignment of memory
@@ -19,7 +20,7 @@ def processor_facts() -> dict[str, str]:
     """Facts that decide the last bits of a run on a CPU: the processor, torch's kernels for it and MKL's mode."""
     import torch
 
-    capped = {name: os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA",) if name in os.environ}
+    capped = {name: os.environ[name] for name in CAPS if os.environ.get(name)}
     kernels = torch.backends.cpu.get_cpu_capability()
     return {"name": processor_name(), "kernels": kernels, VARIABLE: products_mode()} | capped
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from funrl.kinds import OwnedLines, joined_lines
+from funrl.kinds import joined_lines
 from funrl.rollout.episodes import Node, Trajectory
 from funrl.rollout.policy import EPISODE_LIMITS, Complete, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, Finish, Request
@@ -121,7 +121,5 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
-async def _unlogged(
-    prompt: Sequence[int], sampling: Sampling, seed: int, computed: int, owned: OwnedLines | None
-) -> Completion:
-    raise LogError(f"the environment asks for a turn after {len(prompt)} tokens that its log does not have")
+async def _unlogged(request: Request) -> Completion:
+    raise LogError(f"the environment asks for a turn after {len(request.prompt)} tokens that its log does not have")

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from types import MappingProxyType
 from typing import NamedTuple
 
 from funrl.kinds import OwnedLines
@@ -34,11 +33,10 @@ from funrl.rollout.episodes import (
     exchange_of,
     tokens_or_messages,
 )
-from funrl.rollout.requests import Completion
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
-# (prompt, sampling, seed, tokens of the prompt that an earlier call has computed, values that the prompt owns)
-Complete = Callable[[Sequence[int], Sampling, int, int, OwnedLines | None], Awaitable[Completion]]
+Complete = Callable[[Request], Awaitable[Completion]]  # of a request whose number means nothing
 Serve = Callable[["Policy", str], AbstractAsyncContextManager[Endpoint]]
 
 
@@ -109,7 +107,7 @@ class Policy:
     """The policy of one episode. Calls of `sample` may run concurrently.
 
     Attributes:
-      setup, limits: as in `__init__`.
+      complete, setup, limits: as in `__init__`.
       chat, sampling: of the setup.
       served: the endpoints, which end with the episode.
     """
@@ -120,19 +118,16 @@ class Policy:
         setup: PolicySetup,
         seed: int,
         limits: EpisodeLimits = EPISODE_LIMITS,
-        frozen: Mapping[str, Complete] = MappingProxyType({}),
     ):
         """Make it.
 
         Args:
-          complete: completes a prompt.
+          complete: completes a request by the model that it names.
           setup: how it samples and renders.
           seed: of the episode, as of a request; see `call_seed`.
           limits: of its trajectories.
-          frozen: complete prompts of the agents that a frozen model answers for.
         """
-        self._complete = complete
-        self._frozen = frozen
+        self.complete = complete
         self.setup = setup
         self._seed = seed
         self.limits = limits
@@ -312,11 +307,9 @@ class Policy:
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a trajectory, whose token ids are `tokens`."""
         prefix = self._prefix(trajectory.leaf)
-        return await self.completer(trajectory.agent)(tokens, sampling, seed, prefix.computed, prefix.owned)
-
-    def completer(self, agent: str) -> Complete:
-        """The function that completes the prompts of an agent."""
-        return self._frozen[agent] if self._model(agent) else self._complete
+        model = self._model(trajectory.agent)
+        request = Request(0, tokens, sampling, seed, computed=prefix.computed, model=model, owned=prefix.owned)
+        return await self.complete(request)
 
     def _model(self, agent: str) -> str:
         """Name of the model that answers for an agent; "": the policy."""

@@ -132,8 +132,6 @@ class RequestGroups(Sequence[list[Request]]):
       prompts: token ids of each.
       sampling: of the completions.
       seed: of their noise.
-      first: number of the first request.
-      most: bound on the tokens that each of them samples; None: to its end.
       owned: values that each prompt owns; (): none does.
     """
 
@@ -143,16 +141,12 @@ class RequestGroups(Sequence[list[Request]]):
         sampling: Sampling,
         seed: int,
         *,
-        first: int = 0,
-        most: int | None = None,
         owned: Sequence[OwnedLines | None] = (),
     ):
         self.prompts = prompts
         self.owned = owned
         self.sampling = sampling
         self.seed = seed
-        self.first = first
-        self.most = most
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -171,10 +165,7 @@ class RequestGroups(Sequence[list[Request]]):
         rows = zip(numbers, seeds, strict=True)
         owned = self.owned[index] if self.owned else None
         owned = None if owned is None or owned.empty else owned
-        return [
-            Request(self.first + n, prompt, sampling, seed=seed, begun=None, most=self.most, owned=owned)
-            for n, seed in rows
-        ]
+        return [Request(n, prompt, sampling, seed=seed, owned=owned) for n, seed in rows]
 
 
 def check_requests(

@@ -15,13 +15,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from funrl.kinds import OwnedLines
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.processes.heartbeat import beat
 from funrl.rollout.engine import Engine, check_running
 from funrl.rollout.requests import Completion, LogitsError, Request
-from funrl.rollout.sampling_parameters import Sampling
 
 _T = TypeVar("_T")
 Listener = Callable[[list[int]], None]
@@ -84,25 +82,12 @@ class ResidentEngine:
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
 
-    async def complete(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        computed: int = 0,
-        owned: OwnedLines | None = None,
-        *,
-        model: str = "",
-    ) -> Completion:
-        """Complete a prompt; see `Request`. If the caller is cancelled, so is the request.
+    async def ask(self, request: Request) -> Completion:
+        """Complete a request, whose number is replaced. If the caller is cancelled, so is the request.
 
         Raises:
           ValueError: as in `Engine.submit`; other requests are not affected.
         """
-        return await self.ask(Request(0, prompt, sampling, seed, computed=computed, model=model, owned=owned))
-
-    async def ask(self, request: Request) -> Completion:
-        """Complete a request, whose number is replaced; as `complete`."""
         number = self._count
         request = request._replace(number=number)
         self._engine.check([request])

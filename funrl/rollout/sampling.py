@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from funrl.compiled_kernels.decode_slots import VOCAB_BLOCK
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.scores import token_log_probabilities
 from funrl.rollout.sampling_parameters import Sampling
@@ -22,7 +23,6 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 ROWS_NUMBERS = 1 << 16  # probabilities of the rows that are truncated together; more are not faster on a CPU
-VOCAB_BLOCK = 256  # tokens of a block, whose weights are summed before the token is searched within it
 
 
 def request_seed(seed: int, row: int) -> int:

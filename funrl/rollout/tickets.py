@@ -124,7 +124,6 @@ def complete_shared(
     tickets: Tickets[Sequence[Request]],
     mesh: Mesh,
     callbacks: Callbacks = NO_CALLBACKS,
-    own: Sequence[Request] = (),
 ) -> list[Completion]:
     """Complete the groups that this replica takes, without coroutines, which would cost the host more.
 
@@ -133,7 +132,6 @@ def complete_shared(
       tickets: of groups of requests; those of a group stay together.
       mesh: of the engines. All tensor ranks of a replica make this call, and its first one takes tickets.
       callbacks: receives what happens.
-      own: requests of this replica alone, such as parked ones; they come first.
 
     Returns: completions by their numbers.
 
@@ -141,8 +139,7 @@ def complete_shared(
       ValueError, RuntimeError, FloatingPointError: as the engine raises them.
     """
     completions: list[Completion] = []
-    begun = [own]
-    engine.submit(own)
+    begun: list[Sequence[Request]] = []
     try:
         while tickets.left or engine.unfinished():
             if tickets.left and (room := engine.room()):

@@ -31,11 +31,11 @@ def is_embedded_reward(reward: object) -> bool:
     return any(reward is embedded_task(name).reward for name in TASK_NAMES)
 
 
-def is_embedded_tokenizer(directory: str | Path) -> bool:
+def has_tokenizer_of(task: str, directory: str | Path) -> bool:
     """True if a model's directory has the tokenizer of an embedded task."""
     try:
         content = json.loads((Path(directory) / "tokenizer.json").read_text())
         tokens = {*content["model"]["vocab"], *(token["content"] for token in content["added_tokens"])}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return any(tokens == embedded_task(name).tokens for name in TASK_NAMES)
+    return tokens == embedded_task(task).tokens

@@ -21,11 +21,10 @@ from funrl.environments.attempt import CLEAN_UP_S, EpisodeClock, attempt_episode
 from funrl.environments.builtin.load import environment_from
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.kinds import OwnedLines
 from funrl.rollout.episode_records import to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
-from funrl.rollout.requests import Completion
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.testing.subjects import assert_all
@@ -204,9 +203,7 @@ class _Replies:
         self._next = subject.replies[seed % len(subject.replies)]
         self._left = hang_after
 
-    async def __call__(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int, owned: OwnedLines | None
-    ) -> Completion:
+    async def __call__(self, request: Request) -> Completion:
         if self._left is not None:
             if not self._left:
                 self.hanging.set()
@@ -216,8 +213,9 @@ class _Replies:
         ids = tokenizer.encode(self._next, add_special_tokens=False)
         self._next = self._chance.choice(self._subject.replies)
         ids = [*ids, tokenizer.eos_token_id]
-        finish = "stop" if len(ids) <= sampling.max_new_tokens else "length"
-        tokens = torch.tensor(ids[: sampling.max_new_tokens])
+        most = request.sampling.max_new_tokens
+        finish = "stop" if len(ids) <= most else "length"
+        tokens = torch.tensor(ids[:most])
         logp = torch.zeros(len(tokens))
         versions = torch.zeros(len(tokens), dtype=torch.int64)
         return Completion(0, tokens, logp, raw_logp=logp, versions=versions, finish=finish)

@@ -16,13 +16,11 @@ from funrl.data.tokenizer import encode_text
 from funrl.environments.attempt import EpisodeClock, attempt_episode
 from funrl.environments.environment import Environment
 from funrl.environments.hosted import HostedEnvironment, open_hosted
-from funrl.kinds import OwnedLines
 from funrl.processes.environment import read_environment
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup, RunEndingError
-from funrl.rollout.requests import Completion
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import run_coroutine
-from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import episode_setup
 from funrl.trainer.settings.declaration import SettingsError
@@ -74,9 +72,8 @@ def episode_failure(
 ) -> str:
     """Reason why an episode failed, in a line; ""."""
 
-    async def complete(
-        prompt: Sequence[int], sampling: Sampling, seed: int, computed: int, owned: OwnedLines | None
-    ) -> Completion:
+    async def complete(request: Request) -> Completion:
+        sampling = request.sampling
         tokens = torch.tensor(reply[: sampling.max_new_tokens])
         logp = torch.zeros(len(tokens))
         finish = "stop" if int(tokens[-1]) in sampling.stop else "length"
@@ -84,8 +81,7 @@ def episode_failure(
         return Completion(0, tokens, logp, raw_logp=logp, versions=versions, finish=finish)
 
     hosted = HostedEnvironment(environment, 1)
-    frozen = {agent: complete for agent, model in (setup.models or {}).items() if model}
-    policy = Policy(complete, setup, TRIAL_SEED, limits, frozen)
+    policy = Policy(complete, setup, TRIAL_SEED, limits)
     clock = EpisodeClock(limits.environment_s)
 
     async def run() -> Episode:

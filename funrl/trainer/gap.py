@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from funrl.compiled_kernels.arguments import BITS, FIXED_PARTS
 from funrl.compiled_kernels.exact.dispatch import kernels_work
-from funrl.compiled_kernels.packed import BITS, FIXED_PARTS, parts_of
+from funrl.compiled_kernels.packed import parts_of
 from funrl.mesh.collectives import gather_objects
 from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.trainer.jobs.job import Job

@@ -181,7 +181,7 @@ def _generate_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[T
     environment = trainer.job.task.environment if isinstance(trainer.job, RLJob) else None
     differences = []
     if isinstance(environment, LoggedEnvironment):  # each turn that differs is named by itself
-        turns = environment.compared, [str(turn) for turn in environment.unlike]
+        turns = environment.compared, environment.unlike
         for count, unlike in gather_objects(turns, trainer.parts.mesh):
             differences.append(Difference("generate", "turns", "turns of the episodes", count))
             differences += [unequal("generate", "turns", turn, "") for turn in unlike]

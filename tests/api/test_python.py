@@ -244,7 +244,7 @@ def test_what_is_given_needs_no_warm_start_and_has_none():
     given = Given(records=PROMPTS, rewards=(len_reward,))
     assert prepare(Settings(), grpo, given).warmstart_steps == 0
     assert prepare(Settings(), sft, Given(records=TEXTS)).warmstart_steps == 0
-    with pytest.raises(SettingsError, match="--warmstart_steps=7: only the embedded task has demonstrations"):
+    with pytest.raises(SettingsError, match="--warmstart_steps=7 does nothing without the embedded task"):
         prepare(settings_of(warmstart_steps=7), grpo, given)
 
 
@@ -263,15 +263,15 @@ def test_prompts_of_a_file_need_no_warm_start_on_the_command_line_either(tmp_pat
         ({"recipe": "grpo", "step": 3}, r"step=3: there is no such setting; did you mean steps\?"),
         ({"recipe": "grpo", "model": 3}, "model=3: a directory, a name, or a Model is needed"),
         ({"recipe": "grpo", "prompts": 3}, "prompts=3: a file, or a list of dicts is needed"),
-        ({"recipe": "grpo", "prompts": PROMPTS, "reward": 3}, "reward=3: a function, several, or FILE.py:function"),
+        ({"recipe": "grpo", "prompts": PROMPTS, "reward": 3}, "reward=3: functions are needed"),
         ({"recipe": own_algorithm(1.0), "clip_low": 0.1}, "clip_low=0.1: there is no such setting"),
         ({"recipe": "grppo"}, "did you mean grpo"),
         (
             {"recipe": "grpo", "model": "nowhere/nothing"},
             "is not a directory, nor the name of a model in the local Hugging Face cache",
         ),
-        ({"recipe": "grpo", "reward": len_reward}, "prompts and a reward are given together"),
-        ({"recipe": "grpo", "prompts": PROMPTS}, "prompts need a reward"),
+        ({"recipe": "grpo", "reward": len_reward}, "reward=... needs --prompts=FILE.jsonl"),
+        ({"recipe": "grpo", "prompts": PROMPTS}, "prompts=... needs --reward"),
         ({"recipe": "grpo", "prompts": PROMPTS, "reward": lambda prompt: 0.0}, "the prompts' fields make the call"),
         ({"recipe": "sft", "prompts": PROMPTS}, "there is no field 'completion'"),
         ({"recipe": "grpo", "steps": 0}, "--steps=0: it must be at least 1"),
@@ -282,7 +282,7 @@ def test_prompts_of_a_file_need_no_warm_start_on_the_command_line_either(tmp_pat
         ({"recipe": "grpo", "mesh": {"dp": 2, "tp": 4}}, "write mesh='dp2,tp4'"),
         ({"recipe": "grpo", "mesh": 2}, "mesh=2: a mesh is text; write mesh='dp2'"),
         ({"recipe": None}, "recipe=None: a recipe's name such as 'grpo', .*or an Algorithm is needed"),
-        ({"recipe": print}, "recipe=print: this is a function; .*call the recipe to get an Algorithm"),
+        ({"recipe": print}, "recipe=print: .*call the recipe to get an Algorithm"),
         ({"recipe": "grpo", "on_step": 5}, r"on_step=5: a function of \(step, metrics\) is needed"),
         ({"recipe": "grpo", "on_step": lambda: 0}, r"on_step=<lambda>: a function of \(step, metrics\).*it takes \(\)"),
         ({"recipe": "grpo", "source": 5}, r"source=5: a function of \(job, parts, frozen, clock, observer\) is needed"),

@@ -63,7 +63,15 @@ PROGRAMS = {  # program: its flags, and a line of its table
         rf"^ +1 +{NUMBER} +{NUMBER} +{NUMBER}$",
     ),
 }
-PARTS = {"handwritten_jax", "random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
+CAPPED = ("decode_kernel", "generate", "layer", "step")  # have --isa=avx2
+PARTS = {
+    "handwritten_jax",
+    "instruction_set",
+    "random_trainer",
+    "serve_client",
+    "vllm_peer",
+    "weightless",
+}  # of the others
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 
 
@@ -73,13 +81,25 @@ def test_every_program_is_in_the_table():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_benchmark_prints_its_table(name, tmp_path, monkeypatch):
+def test_a_benchmark_prints_its_table(name, tmp_path):
     if name in COMPILED and (problem := library_problem()):
         pytest.skip(f"the compiled decoding step is not available: {problem}")
+    check_table(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
+@pytest.mark.parametrize("name", CAPPED)
+def test_a_benchmark_runs_with_avx2_alone(name, tmp_path):
+    printed = check_table(name, tmp_path, "--isa=avx2")
+    assert re.search("^.*, AVX2 forced: torch AVX2, Inductor avx2, .*, funrl AVX2$", printed, re.MULTILINE), printed
+
+
+def check_table(name, folder, *flags):
     arguments, line = PROGRAMS[name]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": XLA_FLAGS}
-    done = forked_python.run_python(
-        [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()], tmp_path, environment, timeout_s=300
-    )
+    command = [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split(), *flags]
+    done = forked_python.run_python(command, folder, environment, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+    return done.stdout

@@ -61,8 +61,8 @@ def test_a_gpu_is_described_and_why_there_is_none(monkeypatch):
         (["ppo", "--setps=2"], "--setps is not a flag; did you mean --steps?"),
         (["grpo", "--mesh=dp0"], "must be at least 1"),
         (["sft", "--data=nowhere.jsonl"], "--data: nowhere.jsonl: no such file"),
-        (["pppo"], "pppo: no recipe has this name; did you mean ppo?"),
-        (["run"], "run: no recipe has this name"),
+        (["pppo"], "'pppo' is not an experiment or a recipe; did you mean ppo?"),
+        (["run"], "'run' is not an experiment or a recipe"),
         (["a.py:f"], "'a.py:f' is not an experiment or a recipe"),
     ],
 )

@@ -148,7 +148,7 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
         (["evaluate", "own", "--smaples=3"], "did you mean --samples?"),
         (
             ["evaluate", "embedded", "--samples=3"],
-            "--samples=3: evaluation is greedy, so all are the same; give --temp",
+            "--samples=3 does nothing without evaluation by samples (--temp",
         ),
         (["evaluate", "own", "--mesh=dp0"], "must be at least 1"),
         (["evaluate", "own", "--output=own"], "--output=own: holds metrics.jsonl"),

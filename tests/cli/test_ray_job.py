@@ -22,7 +22,7 @@ JOB_S = 240
 @pytest.mark.parametrize(
     "words,problem",
     [
-        ([], "no command after `--`; usage: funrl ray"),
+        ([], "usage: funrl ray"),
         (["--", "nosuch"], "nosuch"),
         (["--", "grpo", "--mseh=dp2"], "--mseh is not a flag; did you mean --mesh?"),
         (["--", "grpo", "--mesh=dp2", "--steps=-1"], "--steps=-1"),

@@ -71,3 +71,17 @@ def test_doctor_and_python_take_runs_too(run_dir, tmp_path, capsys):
         "sft", model=run_dir, steps=1, eval_prompts=2, batch_prompts=2, device="cpu", run_dir=str(tmp_path / "next")
     )
     assert len(run.metrics) == 1
+
+
+def test_a_model_goes_on_with_the_embedded_task_whose_tokenizer_it_has(tmp_path, capsys):
+    small = [*SMALL, "--steps=1", "--samples_per_prompt=2", "--minibatches=1"]
+    assert main("grpo", ["grpo", *small, "--task=calculator", f"--run_dir={tmp_path}/first"]) == 0
+    further = [
+        "grpo",
+        *(flag for flag in small if "warmstart" not in flag),
+        f"--model={tmp_path}/first",
+        f"--run_dir={tmp_path}/second",
+    ]
+    assert main("grpo", [*further, "--task=shapes"]) == 2  # whose tokenizer is another one
+    assert f"--model={tmp_path}/first needs --prompts=FILE.jsonl" in capsys.readouterr().err
+    assert main("grpo", [*further, "--task=calculator"]) == 0

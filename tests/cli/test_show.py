@@ -240,7 +240,7 @@ def test_a_file_alone_is_shown_for_the_recipe_of_its_columns(columns, recipe, tm
         ("data.jsonl", {"messages": [{"role": "user"}]}, "data.jsonl, line 1: 'messages', message 1: the content of"),
         ("grpo --prompts=data.jsonl", {"text": "x"}, "data.jsonl, line 1: there is no field 'prompt'"),
         ("data.jsonl --record=2", {"text": "x"}, "--record=2: data.jsonl has no record there"),
-        ("data.jsonl --record=0", {"text": "x"}, "--record=0: numbers of lines or rows are needed, such as 3,17"),
+        ("data.jsonl --record=0", {"text": "x"}, "--record=0: it must be numbers of lines or rows, such as 3,17"),
         ("data.jsonl --count=0", {"text": "x"}, "--count=0: it must be at least 1"),
         ("nofile.jsonl", {"text": "x"}, "'nofile.jsonl' is not a recipe, and no file of records: no such file"),
         ("data.jsonl", "text", "data.jsonl: there is no record with columns at its begin"),

@@ -1,19 +1,23 @@
-"""The kernels of `gpu_kernels` and of `logit_rows` compiled for GPUs that this machine need not have, as a program.
+"""The kernels of `gpu_kernels` and `logit_rows` compiled for GPUs that this machine need not have, as a program.
 
 It prints as JSON, for each GPU and kernel, what the assembly says.
 """
 
 import json
 
+import compiled_decode
 import compiled_rows
 import torch  # noqa: F401  # before triton, which it may bring along
 import triton
+import triton.language as tl
 from triton.compiler import ASTSource
 
 from funrl.compiled_kernels.gpu_kernels import adamw_kernel, page_kernels
 
 HALF, FULL, WHOLE = "*bf16", "*fp32", "*i32"
 HEADS = {"page": 256, "block": 64, "group": 2, "size": 128, "width": 128}
+ADAMW = {"grad_type": tl.bfloat16, "mu_type": tl.float32, "param_type": tl.float32, "target_type": tl.float32}
+ADAMW |= {"in_place": True, "aligned": 16, "width": 2048}
 KERNELS = {  # types of the arguments, constants, warps
     page_kernels._decode_parts: (
         (HALF, HALF, HALF, WHOLE, WHOLE, WHOLE, FULL, FULL, "i32", "i32", "fp32", "fp32", "i32"),
@@ -26,7 +30,7 @@ KERNELS = {  # types of the arguments, constants, warps
         4,
     ),
     page_kernels._write: ((HALF, HALF, HALF, HALF, "*i64", "i32", "i32"), {"numbers": 1024, "width": 1024}, 4),
-    adamw_kernel._adamw: ((HALF, *[FULL] * 5, "i32", *["fp32"] * 6), {"width": 2048}, 4),
+    adamw_kernel._adamw: (("*i64", FULL, WHOLE, FULL, *["fp32"] * 5), ADAMW, 4),
 }
 
 
@@ -50,6 +54,8 @@ def main():
             results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled(kernel, gpu))
         for kernel in compiled_rows.TYPES:
             results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled_rows.compiled(kernel, gpu))
+        for kernel in compiled_decode.KERNELS:
+            results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled_decode.compiled(kernel, gpu))
     print(json.dumps(results))
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over pages, AdamW and rows of logits: interpreted, compiled for two GPUs, and on one."""
+"""Triton kernels of decoding passes, AdamW and rows of logits: interpreted, compiled for two GPUs, and on one."""
 
 import json
 import os
@@ -22,6 +22,20 @@ CASES = (
     "strided_keys_are_written",
     "adamw_equals_torch",
     "leaves_of_any_dtype_are_updated",
+    "a_step_in_place_clips_and_applies",
+    # fused decoding
+    "norms_equal_float64",
+    "gates_equal_float64",
+    "heads_equal_float64",
+    "split_products_equal_float64",
+    "first_tokens_equal_float64",
+    "tokens_are_those_of_sample_tokens",
+    "exact_probabilities_have_the_same_bits",
+    "groups_sample_their_own_rows",
+    "logits_that_are_not_finite_give_nan",
+    "trials_find_no_problem",
+    "whole_passes_equal_the_references",
+    "launches_are_as_declared",
     # rows of logits
     "sums_equal_float64",
     "gradients_equal_float64",
@@ -43,7 +57,7 @@ def output_of(program, **variables):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -67,11 +81,14 @@ def test_interpreted_kernels(case, interpreted):
 def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
     """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64, with a vocabulary in sixteens.
 
-    The tiles of prompts may spill.
+    The tiles of prompts may spill, and the cosine of a large angle takes local memory on NVIDIA's.
     """
     compiled = output_of("compiled_pages.py", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(compiled) == 16 and all(x["wide"] for x in compiled.values()), compiled
-    assert [name for name, x in compiled.items() if x["spills"]] in ([], ["gfx942 _prompt_tiles"])
+    assert len(compiled) == 30
+    narrow = {name for name, x in compiled.items() if not x["wide"]}
+    assert narrow <= {"sm_90 _sample", "gfx942 _gate"}, "they read a block of the vocabulary, and few numbers a thread"
+    spilling = {name for name, x in compiled.items() if x["spills"]}
+    assert spilling <= {"gfx942 _prompt_tiles", "sm_90 _begin"}
 
 
 def test_the_cpu_keeps_torchs_operators():

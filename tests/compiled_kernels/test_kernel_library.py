@@ -60,8 +60,10 @@ def test_the_file_is_named_after_what_its_bits_depend_on(fresh, monkeypatch, tmp
     other_flags = kernel_library._compiled()
     monkeypatch.setattr(kernel_library, "_processor", lambda: "avx2 fma and more")
     other_processor = kernel_library._compiled()
-    assert len({first, other_version, other_flags, other_processor}) == 4
-    assert sorted(fresh.iterdir()) == sorted([first, other_version, other_flags, other_processor])
+    monkeypatch.setenv("FUNRL_ISA", "avx2")
+    other_instructions = kernel_library._compiled()
+    files = [first, other_version, other_flags, other_processor, other_instructions]
+    assert len(set(files)) == len(files) and sorted(fresh.iterdir()) == sorted(files)
 
 
 def test_no_compiler(fresh, monkeypatch):
@@ -74,6 +76,11 @@ def test_no_compiler(fresh, monkeypatch):
 def test_an_old_processor(fresh, monkeypatch):
     monkeypatch.setattr(kernel_library, "_processor", lambda: "sse2 avx fma")
     assert library_problem().endswith("this one lacks avx2")
+
+
+def test_instructions_that_nobody_knows(fresh, monkeypatch):
+    monkeypatch.setenv("FUNRL_ISA", "sse4")
+    assert library_problem().startswith("FUNRL_ISA=sse4 is neither avx2 nor avx512")
 
 
 @pytest.mark.slow

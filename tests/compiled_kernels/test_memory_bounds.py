@@ -11,16 +11,15 @@ import torch
 from fenced_memory import FencedMemory
 
 from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.arguments import BITS, real_of
 from funrl.compiled_kernels.decode_step import PAGE, PackedDecoder, packed_decoder
 from funrl.compiled_kernels.kernel_library import library, library_problem
 from funrl.compiled_kernels.packed import (
-    BITS,
     pack_linear,
     packed_attention,
     packed_linear,
     panel_numbers,
     parts_of,
-    real_of,
 )
 from funrl.compiled_kernels.paged_attention import paged_attention, paging_of
 from funrl.models.decoder.compiled_step import step_sizes
@@ -89,7 +88,7 @@ def test_attention_over_sequences(memory, heads, kv_heads, size, window, dtype):
     expected = packed_attention(q, k, v, offsets, window or None)
     inputs, out = [memory.place(x) for x in (q, k, v)], memory.empty(*q.shape, dtype=dtype)
     lse = memory.empty(heads, 51, dtype=real_of(dtype))
-    sizes = (ctypes.c_int64 * 8)(51, len(offsets) - 1, heads, kv_heads, size, window, 0, 0)
+    sizes = (ctypes.c_int64 * 9)(51, len(offsets) - 1, heads, kv_heads, size, window)
     places = (sizes, memory.place(offsets).data_ptr(), None, None)
     library().funrl_attention(BITS[dtype], *pointers(*inputs, out, lse), *places, 0.0, 0.0, 2)
     assert torch.equal(out, expected)

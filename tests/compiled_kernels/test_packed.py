@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from funrl.compiled_kernels.arguments import real_of
 from funrl.compiled_kernels.decode_step import packed_decoder
 from funrl.compiled_kernels.exact.router import softmax
 from funrl.compiled_kernels.kernel_library import KernelError, library_problem
 from funrl.compiled_kernels.norm import rms_norm
-from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_linear, real_of, unpack_panels
+from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_linear, unpack_panels
 from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
 from funrl.models import decoder_config, decoder_model
@@ -171,7 +172,7 @@ def test_bad_input_is_named():
     with pytest.raises(KernelError, match="float16"):
         pack_linear(draw(5, 9).half())
     q, k = draw(10, 4, 8), draw(10, 3, 8)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="a multiple of the 3 key-value heads"):
         packed_attention(q, k, k, torch.tensor([0, 10]))
     with pytest.raises(ValueError, match="do not ascend"):
         packed_attention(q, q, q, torch.tensor([0, 11]))

@@ -277,7 +277,7 @@ def test_kernels_of_a_gpu_are_not_waited_for(monkeypatch):
     q, k, v, d_out = (x.detach()[0].to("meta", torch.bfloat16) for x in draw(20))
     offsets, seed = offsets_of([9, 8]).to("meta"), torch.empty(2, device="meta")
     forward, backward = (lambda q, *_: (q, q[..., 0].T, seed)), (lambda d, q, k, v, *_: (q, k, v))
-    monkeypatch.setattr(kernels, "flash_kernel", lambda capped: Kernel("none", True, forward, backward))
+    monkeypatch.setattr(kernels, "flash_kernel", lambda capped, head: Kernel("none", True, forward, backward))
     out, lse, generator = kernels._forward_cuda(q, k, v, offsets, 0, 16)
     grads = kernels._backward_cuda(d_out, q, k, v, out, lse, offsets, 0, 16, generator)
     assert out.shape == q.shape and [x.shape for x in grads] == [q.shape, k.shape, v.shape]
@@ -306,13 +306,13 @@ def workspace_bytes(tokens, segments, heads, head):
 def test_a_gpu_plans_for_the_used_segments_and_the_longest(monkeypatch):
     """16,384 tokens in 10 rows, with room for 2,056 rows."""
     plans = []
-    monkeypatch.setattr(kernels, "flash_kernel", lambda capped: planning_kernel(plans))
+    monkeypatch.setattr(kernels, "flash_kernel", lambda capped, head: planning_kernel(plans))
     lengths = [1500] * 9 + [2000]
     room = 16384 // 8 + 8
     q, k, v, d_out = (x.detach()[0] for x in draw(16384, 2, 1, 8, torch.bfloat16))
     offsets = offsets_of(lengths + [0] * (room - len(lengths)))
     unplanned = kernels._forward_cuda(q, k, v, offsets, 0, len(q))
-    bound_segments(offsets, SegmentBounds(2048, len(lengths)))
+    bound_segments(offsets, SegmentBounds(2048, len(lengths), sum(lengths)))
     out, lse, generator = kernels._forward_cuda(q, k, v, offsets, 0, len(q))
     kernels._backward_cuda(d_out, q, k, v, out, lse, offsets, 0, len(q), generator)
     assert torch.equal(out, unplanned[0])
@@ -448,6 +448,7 @@ def test_torch_calls_the_faster_attention_of_the_device(major, hip, installed, e
     package = types.ModuleType("flash_attn")
     package.flash_attn_interface = fake_flash_attn()
     monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(torch.version, "hip", hip)

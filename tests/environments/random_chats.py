@@ -70,7 +70,7 @@ class Writer:
         self.tokenizer, self.reply, self.ends, self.chance = tokenizer, reply, ends, chance
         self.wrote = ""
 
-    async def __call__(self, prompt, sampling, seed, computed, owned):
+    async def __call__(self, request):
         chance = self.chance
         calls = [
             (chance.choice(["find", "add_1", "unknown"]), self.arguments())

@@ -225,10 +225,10 @@ class Scripted:
     def __init__(self, tokenizer, texts):
         self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
 
-    async def __call__(self, prompt, sampling, seed, computed, owned):
+    async def __call__(self, request):
         import torch
 
-        self.prompts.append((list(prompt), computed))
+        self.prompts.append((list(request.prompt), request.computed))
         ids = torch.tensor(self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False))
         logp = torch.zeros(len(ids))
         versions = torch.zeros(len(ids), dtype=torch.int64)

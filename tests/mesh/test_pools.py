@@ -17,7 +17,7 @@ from funrl.mesh.pools import channel
 from funrl.mesh.pools.channel import Answers, End, Requests, end_requests
 from funrl.mesh.pools.handover import Handover, messages_from, messages_to, receive_rows, send_rows
 from funrl.mesh.pools.placement import ranks_text, read_placement
-from funrl.mesh.rules import GENERATING, STORED, fully_sharded, layouts
+from funrl.mesh.rules import GENERATE, STORED, fully_sharded, layouts
 from funrl.mesh.text import MeshError
 from funrl.models import decoder_model
 from funrl.tasks.embedded import embedded_task
@@ -85,7 +85,7 @@ def test_weights_come_at_the_bound_and_from_all_that_have_them():
     ):
         placement = read_placement(f"train:{train} generate:{generating}", ONE)
         src = layouts(model.shapes, model.axes, rules, placement.train.sizes)
-        dst = layouts(model.shapes, model.axes, GENERATING, placement.generate.sizes)
+        dst = layouts(model.shapes, model.axes, GENERATE, placement.generate.sizes)
         ranks = placement.train.ranks, placement.generate.ranks
         made = plan(src, dst, torch.float32, src_ranks=ranks[0], dst_ranks=ranks[1])
         assert received_bytes(made) == lower_bound_bytes(made)

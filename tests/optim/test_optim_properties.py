@@ -38,6 +38,24 @@ def test_fused_adamw_is_adamw_in_place(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [optim.adamw, optim.fused_adamw])
+def test_a_step_in_place_has_the_bits_of_an_update_that_is_applied(make):
+    """With clipping and leaves that do not learn, whether or not the optimizer has a way in place."""
+    mask = lambda tree: trees.map_named(lambda name, _: name != "norm", tree)  # noqa: E731
+    clip = lambda: optim.clip_by_global_norm(0.5, in_place=True)  # noqa: E731
+    optimizer = optim.chain(clip(), optim.masked(make(0.1, weight_decay=0.1), mask))
+    assert (optimizer.in_place is None) == (make is optim.adamw)
+    p, q = params(), params()
+    s, t = optimizer.init(p), optimizer.init(q)
+    for step in range(3):
+        g = trees.map(lambda x, k=step: torch.sin(x * (k + 1)), p)
+        h = trees.clone(g)
+        updates, s = optimizer.update(g, s, p, norm=optim.global_norm(g))
+        p = optim.apply_updates_(p, updates)
+        q, t = optim.step_(optimizer, h, t, q, optim.global_norm(h))
+        assert all(map(torch.equal, trees.leaves((p, s)), trees.leaves((q, t))))
+
+
+@pytest.mark.parametrize("make", [optim.adamw, optim.fused_adamw])
 def test_moments_of_bfloat16_parameters_are_float32(make):
     p = params(torch.bfloat16)
     step = make(1e-2, mu_dtype=torch.bfloat16)

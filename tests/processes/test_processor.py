@@ -82,3 +82,10 @@ def test_another_processor_is_named_where_a_run_goes_on():
     assert facts["name"] and facts[VARIABLE] == products_mode()
     assert other_processor(facts) == other_processor(None) == ""
     assert "name Z80, now " + facts["name"] in other_processor(facts | {"name": "Z80"})
+
+
+def test_a_cap_on_instructions_is_a_fact(monkeypatch):
+    facts = processor_facts()
+    monkeypatch.setenv("FUNRL_ISA", "avx2")
+    assert processor_facts() == facts | {"FUNRL_ISA": "avx2"}
+    assert other_processor(facts).endswith("FUNRL_ISA not set, now avx2")

@@ -14,9 +14,9 @@ from funrl.rollout.sampling_parameters import Sampling
 SETUP = PolicySetup(Sampling(max_new_tokens=4))
 
 
-async def completed(prompt, sampling, seed, computed, owned):
+async def completed(request):
     """Tokens that depend on all of the request."""
-    tokens = torch.tensor([len(prompt), seed % 97, sampling.max_new_tokens])
+    tokens = torch.tensor([len(request.prompt), request.seed % 97, request.sampling.max_new_tokens])
     logp = torch.arange(3.0)
     return Completion(0, tokens, logp, logp - 1, torch.full((3,), 5), finish="length")
 

@@ -41,10 +41,10 @@ class Asked:
     def __init__(self):
         self.requests = []
 
-    async def __call__(self, prompt, sampling, seed, computed, owned):
-        self.requests.append((list(prompt), sampling, seed, computed))
+    async def __call__(self, request):
+        self.requests.append(request)
         await asyncio.sleep(0)
-        tokens = [int(digit) % 8 for digit in str(abs(seed))][: sampling.max_new_tokens - 1]
+        tokens = [int(digit) % 8 for digit in str(abs(request.seed))][: request.sampling.max_new_tokens - 1]
         logp = torch.arange(len(tokens) + 1.0)
         versions = torch.full((len(tokens) + 1,), 3)
         return Completion(0, torch.tensor([*tokens, 9]), logp, raw_logp=logp, versions=versions, finish="stop")
@@ -76,8 +76,8 @@ def test_a_trajectory_is_a_value_and_its_nodes_are_what_each_side_added():
     assert reply.tokens == [5, 9] and (reply.message["content"], reply.finish) == ("5", "stop")
     assert longer.token_ids() == [1, 2, 3, 8, 5, 9, 4, 8] and again.token_ids() == [1, 2, 3, 8, 5, 9, 4, 5, 8]
     assert longer.leaf.parent is again.leaf.parent is first.leaf and first.leaf.parent is opened.leaf
-    assert [request[0] for request in asked.requests] == [opened.token_ids(), again.token_ids()]
-    assert [request[3] for request in asked.requests] == [0, 5] and len(end.leaf.tokens) == 3
+    assert [list(request.prompt) for request in asked.requests] == [opened.token_ids(), again.token_ids()]
+    assert [request.computed for request in asked.requests] == [0, 5] and len(end.leaf.tokens) == 3
     assert [row["content"] for row in end.messages()] == ["12", "3", "5", "4", "5", end.messages()[-1]["content"]]
     assert raw.token_ids() == [*end.token_ids(), 7, 7] and policy.ends() == [end]
     node = end.leaf
@@ -104,7 +104,7 @@ def test_noise_is_of_what_is_asked_for_and_not_of_when():
     def seeds(order, seed=5):
         policy, asked = policy_of(seed)
         asyncio.run(talk(policy, order))
-        return dict(zip([*order, 8], [request[2] for request in asked.requests], strict=True))
+        return dict(zip([*order, 8], [request.seed for request in asked.requests], strict=True))
 
     whole = seeds(range(8))
     assert whole[0] == 5 and whole[5] == whole[6] and len(set(whole.values())) == 8
@@ -125,7 +125,7 @@ def test_limits_are_of_a_trajectory():
             while True:
                 _, trajectory = await policy.sample(trajectory, **how)
         except LimitReached as limit:
-            return limit.status, [request[1].max_new_tokens for request in asked.requests], str(limit)
+            return limit.status, [request.sampling.max_new_tokens for request in asked.requests], str(limit)
 
     assert asyncio.run(longest(EpisodeLimits(turns=2)))[:2] == ("turns", [8, 8])
     assert asyncio.run(longest(EpisodeLimits(tokens=18)))[:2] == ("tokens", [8, 8, 2])

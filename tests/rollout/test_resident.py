@@ -15,7 +15,7 @@ from funrl.rollout import resident
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.requests import LogitsError, requests_of
+from funrl.rollout.requests import LogitsError, Request, requests_of
 from funrl.rollout.resident import run_beside
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -28,7 +28,7 @@ def test_requests_arrive_while_others_run_and_are_completed_as_alone():
 
     async def later(engine, request, wait_s):
         await asyncio.sleep(wait_s)
-        done = await engine.complete(request.prompt, request.sampling, request.seed)
+        done = await engine.ask(request)
         return done._replace(number=request.number)
 
     async def program(engine):
@@ -41,7 +41,7 @@ def test_requests_arrive_while_others_run_and_are_completed_as_alone():
 
 def test_it_runs_where_a_loop_runs_already():
     async def notebook():
-        return run_beside(engine_of(CONFIG), SINGLE, lambda engine: engine.complete([1, 2], HOW, 3))
+        return run_beside(engine_of(CONFIG), SINGLE, lambda engine: engine.ask(Request(0, [1, 2], HOW, 3)))
 
     done = asyncio.run(notebook())
     assert done is not None and done.finish in ("stop", "length")
@@ -50,16 +50,16 @@ def test_it_runs_where_a_loop_runs_already():
 def test_an_error_is_that_of_who_asks_and_a_cancelled_caller_leaves_nothing():
     async def program(engine):
         long = Sampling(max_new_tokens=100)
-        fine = asyncio.ensure_future(engine.complete([1, 2], long, 0))
-        gone = asyncio.ensure_future(engine.complete([1, 2], long, 1))
-        never = asyncio.ensure_future(engine.complete([1, 2], long, 2))
+        fine = asyncio.ensure_future(engine.ask(Request(0, [1, 2], long, 0)))
+        gone = asyncio.ensure_future(engine.ask(Request(0, [1, 2], long, 1)))
+        never = asyncio.ensure_future(engine.ask(Request(0, [1, 2], long, 2)))
         await asyncio.sleep(0)
         never.cancel()  # it has not been submitted yet
         with pytest.raises(ValueError, match="has token 77"):
-            await engine.complete([77], HOW, 0)
+            await engine.ask(Request(0, [77], HOW, 0))
         await asyncio.sleep(0.005)
         gone.cancel()
-        left = asyncio.ensure_future(engine.complete([1, 3], long, 1))
+        left = asyncio.ensure_future(engine.ask(Request(0, [1, 3], long, 1)))
         return len((await fine).tokens), left
 
     engine = engine_of(CONFIG)
@@ -68,7 +68,7 @@ def test_an_error_is_that_of_who_asks_and_a_cancelled_caller_leaves_nothing():
     complete(engine, requests_of(PROMPTS, HOW, 4))  # the next one takes it over
 
     async def fails(engine):
-        await engine.complete([1, 2], HOW, 0)
+        await engine.ask(Request(0, [1, 2], HOW, 0))
         raise LookupError("of the program")
 
     with pytest.raises(LookupError, match="of the program"):
@@ -84,7 +84,7 @@ def test_an_error_of_the_engine_ends_the_program():
 
     async def program(engine):
         try:
-            await engine.complete([1, 2], HOW, 0)
+            await engine.ask(Request(0, [1, 2], HOW, 0))
         finally:
             await asyncio.sleep(0.01)
             cleaned.append(True)
@@ -115,20 +115,22 @@ def test_an_engine_that_lasts_gives_an_error_to_the_request_of_it_alone(kind):
     again = [[1, 2, 3, 6], *([n, n + 1] for n in range(6, 18))]  # in pages that others have left
 
     async def program(engine):
-        asked = (engine.complete(prompt, how, seed) for seed, prompt in enumerate(prompts))
+        asked = (engine.ask(Request(0, prompt, how, seed)) for seed, prompt in enumerate(prompts))
         first = await asyncio.gather(*asked, return_exceptions=True)
-        later = (engine.complete(prompt, how, 0) for prompt in again)
+        later = (engine.ask(Request(0, prompt, how, 0)) for prompt in again)
         return first, await asyncio.gather(*later)
 
     done, later = run_beside(engine_with(broken), SINGLE, program, lasting=True)
     assert [isinstance(x, LogitsError) for x in done] == [bad in prompt for prompt in prompts]
     for prompt, completion in zip([*prompts, *again], [*done, *later], strict=True):
-        expected = run_beside(engine_with(fine["embed"]), SINGLE, lambda engine, p=prompt: engine.complete(p, how, 0))
+        expected = run_beside(
+            engine_with(fine["embed"]), SINGLE, lambda engine, p=prompt: engine.ask(Request(0, p, how, 0))
+        )
         if not isinstance(completion, LogitsError):
             assert completion.tokens.tolist() == expected.tokens.tolist()
             torch.testing.assert_close(completion.raw_logp, expected.raw_logp, rtol=0, atol=1e-5)
     with pytest.raises(FloatingPointError, match="logits are not finite"):
-        run_beside(engine_with(broken), SINGLE, lambda engine: engine.complete(prompts[1], how, 0))
+        run_beside(engine_with(broken), SINGLE, lambda engine: engine.ask(Request(0, prompts[1], how, 0)))
 
 
 def test_an_engine_that_only_waits_beats_and_computes_nothing(monkeypatch):
@@ -157,14 +159,14 @@ def test_tensor_ranks_follow_the_first(fails, steps, monkeypatch):
         if fails:
             await asyncio.sleep(0.1)
             raise LookupError("of the program")
-        gone = asyncio.ensure_future(engine.complete([1, 2], HOW, 0))
+        gone = asyncio.ensure_future(engine.ask(Request(0, [1, 2], HOW, 0)))
         engine.keep("it", 1000)
         done = []
         for request in requests[:3]:
             await asyncio.sleep(0.01)  # nothing runs meanwhile
-            done.append(await engine.complete(request.prompt, HOW, request.seed, 1))  # it continues another one
+            done.append(await engine.ask(request._replace(computed=1)))  # it continues another one
         gone.cancel()
-        others = [engine.complete(request.prompt, HOW, request.seed) for request in requests[3:]]
+        others = [engine.ask(request) for request in requests[3:]]
         return [item._replace(number=n) for n, item in enumerate(done + await asyncio.gather(*others))]
 
     def rank(mesh):

@@ -33,7 +33,7 @@ def serve(engine, program, setup=LONG, limits=LIMITS, seed=3, lasting=False, **h
     """What a program returns that is given an endpoint beside the engine's steps."""
 
     async def main(resident):
-        policy = Policy(resident.complete, setup, seed, limits)
+        policy = Policy(resident.ask, setup, seed, limits)
         async with serve_policy(policy, **how) as (endpoint, session):
             return await program(SimpleNamespace(**endpoint._asdict(), session=session))
 

@@ -200,7 +200,7 @@ def test_a_server_forgets_the_oldest_pictures(seeing, monkeypatch, most, forks):
     bodies = [chat(image_url(url(value)), QUESTION) for value in (5, 9)]
 
     async def program(resident):
-        session = Session(lambda _: Policy(resident.complete, setup, 3, LIMITS), speech_of(setup.chat), kept=8)
+        session = Session(lambda _: Policy(resident.ask, setup, 3, LIMITS), speech_of(setup.chat), kept=8)
 
         async def forks_of(body):
             """Histories that are not found when a conversation continues."""

@@ -8,7 +8,7 @@ from funrl.environments.adapters import tool_schema
 from funrl.environments.chat import TemplateChat
 from funrl.tasks import calculator as c
 from funrl.tasks.calculator import calculator, conversations, factors, final_product, heldout_products
-from funrl.tasks.embedded import embedded_task, is_embedded_tokenizer
+from funrl.tasks.embedded import embedded_task, has_tokenizer_of
 
 
 def test_the_demonstrator_calls_seldom_and_is_right_where_it_calls():
@@ -78,8 +78,8 @@ def test_the_chat_template_shows_the_calls_as_the_demonstrator_writes_them():
 
 def test_a_directory_is_known_by_its_tokenizer(tmp_path):
     embedded_task("calculator").tokenizer().save_pretrained(tmp_path)
-    assert is_embedded_tokenizer(tmp_path)
+    assert has_tokenizer_of("calculator", tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert not is_embedded_tokenizer(tmp_path)
+    assert not has_tokenizer_of("calculator", tmp_path)
     c.chat_tokenizer(c.DIGITS_AND_SIGNS).save_pretrained(tmp_path)
-    assert not is_embedded_tokenizer(tmp_path)
+    assert not has_tokenizer_of("calculator", tmp_path)

@@ -9,7 +9,7 @@ from einops import rearrange
 from funrl.data.pictures import expand_placeholders, picture_form, read_picture
 from funrl.models.vision.model import model_of_config
 from funrl.tasks import shapes as s
-from funrl.tasks.embedded import embedded_task, is_embedded_tokenizer
+from funrl.tasks.embedded import embedded_task, has_tokenizer_of
 
 TASK = embedded_task("shapes")
 
@@ -82,5 +82,5 @@ def test_the_text_fits_the_tokenizer_and_the_model(tmp_path):
         assert len(tokenizer.encode(answer)) < TASK.max_new_tokens
         assert read_picture(prompt.fields["images"][0]).size == (32, 32)
     tokenizer.save_pretrained(tmp_path)
-    assert is_embedded_tokenizer(tmp_path)
+    assert has_tokenizer_of("shapes", tmp_path)
     assert TASK.tokens != embedded_task("arithmetic").tokens

@@ -12,7 +12,7 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
     ({"fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp; give --fsdp too"),
     ({"hardware": "h200"}, "--hardware=h200 does nothing without --dry_run; give --dry_run too"),
     ({"text_tokens": 9}, "--text_tokens=9 does nothing without --dry_run"),
-    ({"speculate": 3, "engine": "vllm"}, "--speculate=3 with --engine=vllm: it decodes by steps of its own"),
+    ({"speculate": 3, "engine": "vllm"}, "--speculate=3 does nothing without --engine=native; leave it out"),
     ({"resume": True}, "--resume does nothing without --run_dir; give --run_dir too"),
     ({"temperature": 0.5, "top_k": 4}, "use either a temperature, or top_k at temperature 1"),
     ({"temperature": 0.5, "top_k": 4, "top_p": 0.9}, "--temperature=0.5 with --top_k=4 --top_p=0.9: the trainer needs"),
@@ -30,8 +30,11 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
         "--batch_prompts x --samples_per_prompt is 1; give --minibatches=1",
     ),
     ({"mesh": "dp2", "generate_mesh": "dp3"}, "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
-    ({"fsdp": True, "mesh": "tp2"}, "the mesh tp2 has only one device over dp,ep"),
-    ({"fsdp": True, "mesh": "dp2", "fsdp_axes": "ep"}, "the mesh dp2 has only one device over ep"),
+    ({"fsdp": True, "mesh": "tp2"}, "--fsdp does nothing without several devices to shard over (--mesh=tp2)"),
+    (
+        {"fsdp": True, "mesh": "dp2", "fsdp_axes": "ep"},
+        "without several devices to shard over (--mesh=dp2)",
+    ),
 ]
 
 
@@ -73,14 +76,26 @@ SOURCES = [  # kind, settings, what is said; "" where they can work
     ("supervised", {"model": "m"}, "--model=m needs --data=FILE.jsonl"),
     ("supervised", {"model": "m", "data": "d"}, ""),
     (None, {"model": "m"}, ""),
-    ("rl", {"reward_weights": "0"}, "every score would be 0"),
+    (
+        "rl",
+        {"reward_weights": "0"},
+        "give one number for each of the rewards (1), separated by commas, not all 0",
+    ),
     ("rl", {"reward_weights": "1,1"}, "give one number for each of the rewards (1)"),
     ("rl", {"prompts": "p", "reward": "r.py:f,r.py:g", "reward_weights": "1,-1"}, ""),
     ("rl", {"prompts": "p", "reward": "r.py:f", "reward_model": "d", "reward_weights": "1"}, "rewards (2)"),
     ("rl", {"prompts": "p", "reward": "r.py:f@0.5,format", "reward_model": "d"}, ""),
     ("rl", {"prompts": "p", "reward": "r.py:f@0.5,format", "reward_weights": "1,1"}, "gives weights too; give them in"),
-    ("rl", {"prompts": "p", "reward": "r.py:f@0,format@0"}, "--reward with weights=0,0: every score would be 0"),
-    ("rl", {"prompts": "p", "reward_model": "d", "on_reward_error": "skip"}, "=skip does nothing without --reward"),
+    (
+        "rl",
+        {"prompts": "p", "reward": "r.py:f@0,format@0"},
+        "--reward with weights=0,0: give one number for ",
+    ),
+    (
+        "rl",
+        {"prompts": "p", "reward_model": "d", "on_reward_error": "skip"},
+        "=skip does nothing without a reward",
+    ),
     (None, {"on_reward_error": "drop"}, "--on_reward_error=drop: it must be one of stop, zero, skip"),
 ]
 

@@ -96,6 +96,6 @@ def test_sources_of_other_rows_skip_too(settings):
 
 
 def test_the_flag_is_refused_where_there_is_no_filter():
-    with pytest.raises(SettingsError, match="--empty_filter=stop does nothing: the algorithm has no filter"):
+    with pytest.raises(SettingsError, match="--empty_filter=stop does nothing without a filter"):
         check_algorithm(grpo(), settings_of(empty_filter="stop"))
     check_algorithm(grpo(), settings_of(empty_filter="stop", on_reward_error="skip"))

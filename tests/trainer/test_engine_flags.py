@@ -13,12 +13,12 @@ from funrl import trees
 from funrl.compiled_kernels.decode_step import page_bytes
 from funrl.data.prompts import Example
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import parse, single
+from funrl.mesh.mesh import Mesh, parse, single
 from funrl.rewards.pool import Pool
 from funrl.rollout.native.backends import packed_problem
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.jobs.engines import native_options
+from funrl.trainer.jobs.engines import check_engine, native_options
 from funrl.trainer.phases import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
@@ -62,6 +62,18 @@ def test_drafts_take_fewer_passes_and_change_no_number():
     (whole, cost), (batch, fewer) = results
     assert batch.tokens.equal(whole.tokens) and (batch.rollout_logp - whole.rollout_logp).abs().max() < 1e-12
     assert fewer.passes < cost.passes and cost.drafted == 0 < fewer.accepted <= fewer.drafted
+
+
+def test_drafts_on_a_gpu_are_refused_above_one_row():
+    job = small_job(GRPO)
+    gpu = Mesh(parse("dp1"), device=torch.device("cuda"))
+    settings = with_flags(job.settings, speculate=3, decode_rows=8)
+    with pytest.raises(
+        SettingsError, match=r"^--speculate=3 with --decode_rows=8: drafts are made on the host, .* let"
+    ):
+        check_engine(settings, job.model, gpu, job.sampling, job.eval_sampling)
+    for allowed, mesh in ((settings, single()), (with_flags(settings, decode_rows=1), gpu)):
+        check_engine(allowed, job.model, mesh, job.sampling, job.eval_sampling)
 
 
 def test_states_are_kept_as_often_as_a_flag_says():

@@ -191,7 +191,7 @@ def test_workers_of_an_environment_change_no_bit(files, mesh):
     [
         (
             {"env": "own.py:Turns", "env_workers": 2, "new_tokens_per_step": 8},
-            "--env_workers=2 with --new_tokens_per_step: such episodes wait in the rank",
+            "--env_workers=2 with --new_tokens_per_step=8: such episodes wait in the rank",
         ),
         (
             {"env": "own.py:Together", "env_workers": 2},

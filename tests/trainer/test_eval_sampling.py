@@ -85,7 +85,11 @@ def test_evaluation_is_drawn_from_that_distribution():
 @pytest.mark.parametrize(
     ("says", "settings", "message"),
     [
-        (None, {"eval_top_k": 5}, "--eval_top_k=5 does nothing: evaluation is greedy; give --eval_temperature too"),
+        (
+            None,
+            {"eval_top_k": 5},
+            "--eval_top_k=5 does nothing without evaluation by samples",
+        ),
         (QWEN, {"eval_temperature": 0.0, "eval_min_p": 0.1}, "--eval_min_p=0.1 does nothing"),
         ({"top_p": 1.2}, {}, "generation_config.json of the model: top_p is 1.2, it must be above 0 and at most 1"),
     ],

@@ -102,5 +102,5 @@ def test_without_rewards_there_are_lengths_alone():
 
 
 def test_several_samples_need_a_temperature():
-    with pytest.raises(ValueError, match="--eval_samples=4: evaluation is greedy, so all are the same; give --eva"):
+    with pytest.raises(ValueError, match="--eval_samples=4 does nothing without evaluation by samples"):
         small_job(eval_samples=4)

@@ -55,8 +55,8 @@ class Events:
         self.weights[state.step] = trees.map(lambda x: x.clone(), state.roles["policy"].params)
         return begin_evaluation(evaluator, state, **first)
 
-    def evaluated(self, evaluate, generators, request, step, show):
-        metrics = evaluate(generators, request, step, show)
+    def evaluated(self, evaluate, generators, step):
+        metrics = evaluate(generators, step)
         self.names.append(("evaluated", step))
         return metrics
 
@@ -64,11 +64,11 @@ class Events:
 async def after_the_next_step(write, delayed, writer, resident):
     """Write a part of an evaluation after some steps once the step that follows has been learned."""
     limit = time.monotonic() + LIMIT_S
-    following = writer._step + 1
-    while writer._step in delayed and not run_store().check([f"test/learned/{following}"]):
+    following = writer.step + 1
+    while writer.step in delayed and not run_store().check([f"test/learned/{following}"]):
         await asyncio.sleep(0.005)
         if time.monotonic() > limit:
-            raise RewardError(f"step {following} waits for the evaluation of step {writer._step}")
+            raise RewardError(f"step {following} waits for the evaluation of step {writer.step}")
     return await write(writer, resident)
 
 
@@ -191,9 +191,9 @@ def test_a_checkpoint_has_the_evaluation_of_its_step_and_is_resumed_from(tmp_pat
 
 async def dies_after(key, step, write, writer, resident):
     """End the process of a rank that generates when it is to evaluate after a step that has been committed."""
-    while writer._step == step and not run_store().check([key]):
+    while writer.step == step and not run_store().check([key]):
         await asyncio.sleep(0.005)
-    if writer._step == step:
+    if writer.step == step:
         os._exit(1)
     return await write(writer, resident)
 

@@ -114,8 +114,6 @@ def test_a_prompts_requests_are_made_alone_and_are_those_of_the_whole_batch():
     whole = requests_of(prompts, SAMPLING, 7)
     assert [request for group in groups[:] for request in group] == whole
     assert groups[1] == groups[1:][0] == whole[SAMPLING.samples :] and len(groups) == len(prompts)
-    later = RequestGroups(prompts, SAMPLING, seed=7, first=10, most=3)
-    assert later[1] == [request._replace(number=10 + request.number, most=3) for request in groups[1]]
 
 
 @pytest.mark.slow

@@ -51,8 +51,7 @@ def new_generators(schedule=None, queue="tickets", replicas=1, **rule):
 def store(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(channel, "run_store", lambda: store)
-    for module in (board, groups):
-        monkeypatch.setattr(module, "run_store", lambda: store)
+    monkeypatch.setattr(board, "run_store", lambda: store)
 
 
 def new_replica(owner=0, replicas=1, version=4):
@@ -106,7 +105,7 @@ def test_a_resumed_run_begins_with_the_group_that_others_overtook():
     assert generators.saved({})["overtaken"].tolist() == [True, False]  # until the batch has been taken
     for place in (7, 10, 9, 12):
         deliver(works[place])
-    groups = generators._awaited(generators.ledger, [], "groups")
+    groups = generators._gathered([], "groups")
     assert [group.work.place for group in groups.values()] == [7, 9, 10, 12]
     generators.end_step()
     assert generators.ledger.version == 3 and generators.saved({})["overtaken"].tolist() == [True, False]
@@ -189,7 +188,7 @@ def test_what_the_trainer_asks_for_again_comes_first():
     works = [replica.next_group() for _ in range(4)]
     for work in works:
         deliver(work)
-    generators._groups = generators._awaited(generators.ledger, [], "groups")
+    generators._groups = generators._gathered([], "groups")
     generators._newest = tuple(generators._groups)
     generators.keep(np.array([0, 2]))
     assert generators._lost == [1, 3]
@@ -211,7 +210,7 @@ def test_without_staleness_groups_begin_when_they_are_asked_for():
     assert first.next_group() is None, "there is no further group"
     for work in works:
         deliver(work)
-    generators._groups = generators._awaited(generators.ledger, numbers, "groups")
+    generators._groups = generators._gathered(numbers, "groups")
     assert list(generators._groups) == numbers == [0, 1, 2, 3]
     generators._newest = tuple(numbers)
     generators.keep(np.array([0, 3]))
@@ -307,8 +306,14 @@ def test_ages_are_of_tokens():
 
 
 def test_rows_of_a_group_that_is_begun_again_are_a_run_of_their_own():
-    runs = split_origins(np.concatenate([origins_of(0, 2), origins_of(1, 2), origins_of(1, 1)]))
+    owners = [(0, np.array([3, 3])), (1, np.array([3, 3])), (1, np.array([3]))]
+    runs = split_origins(np.concatenate([origins_of(*owner) for owner in owners]))
     assert [(number, rows.tolist()) for number, rows in runs] == [(0, [0, 1]), (1, [0, 1, 0])]
+
+
+def test_rows_of_several_ranks_are_numbered_on_each():
+    origins = origins_of(7, np.array([0, 1, 1, 0, 1]))
+    assert (origins >> 32).tolist() == [7] * 5 and (origins & 0xFFFFFFFF).tolist() == [0, 0, 1, 1, 2]
 
 
 class OneBuffer:

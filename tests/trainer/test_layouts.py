@@ -119,7 +119,7 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"mesh": "tp2", "fsdp": True}, "--fsdp: the mesh tp2 has only one device over dp,ep"),
+        ({"mesh": "tp2", "fsdp": True}, "--fsdp does nothing without several devices to shard over"),
         ({"mesh": "dp2", "fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp"),
         ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: it must be some of dp,ep"),
         ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy does nothing without --fsdp"),
@@ -146,9 +146,9 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
         ),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference", "grad_reduce_dtype": "bfloat16"},
-            "--grad_reduce_dtype=bfloat16 does nothing: --fsdp_models=reference shards no learning model; leave",
+            "--grad_reduce_dtype=bfloat16 does nothing without a model that learns",
         ),
-        ({"mesh": "dp2", "sequence_parallel": "ring"}, "--sequence_parallel=ring does nothing: --mesh=dp2 has no sp"),
+        ({"mesh": "dp2", "sequence_parallel": "ring"}, "--sequence_parallel=ring does nothing without sp"),
         (
             {"mesh": "sp3", "sequence_parallel": "ulysses"},
             "--sequence_parallel=ulysses: the policy has 8 query heads on a device, which do not divide over sp3; give "
@@ -158,7 +158,7 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             {"mesh": "sp2", "generate_mesh": "sp2"},
             "--generate_mesh=sp2: generation does not split the tokens of a row; write dp for sp",
         ),
-        ({"mesh": "dp2", "split_residual": "on"}, "--split_residual=on does nothing: --mesh=dp2 has no tp"),
+        ({"mesh": "dp2", "split_residual": "on"}, "--split_residual=on does nothing without tp"),
         (
             {"mesh": "tp3", "split_residual": "on"},
             "--split_residual=on: the tokens of a micro-batch are a multiple of 8, which tp3 does not divide; leave",

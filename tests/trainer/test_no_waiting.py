@@ -133,7 +133,7 @@ PLACES = {  # a function of a micro-batch that scores, of one that learns, and o
     "scoring": (score, "unpack_tokens"),
     "micro-batch": (step, "value_of"),
     "packing": (micro, "pack_tokens"),
-    "update": (step, "apply_updates_"),
+    "update": (step, "step_"),
 }
 QUICK = [("scoring", "item"), ("update", "item")]
 

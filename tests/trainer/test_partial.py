@@ -14,6 +14,7 @@ from funrl import trees
 from funrl.algos import Algorithm, reduce, token_mean, unequal_scores
 from funrl.batch import as_dict
 from funrl.data.prompts import prompt_batch
+from funrl.environments.resumable import UnfinishedEpisode
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
 from funrl.rollout.engine import complete, onload_engine
@@ -46,10 +47,11 @@ def is_ready(begun):
 def begun_rows(begun):
     """Rows that are not finished: prompt's number, seed, written tokens."""
     return [
-        (place, int(begun.seeds[number, sample]), completion.tokens.tolist())
+        (place, int(begun.seeds[number, sample]), list(call.leaf.tokens))
         for number, place in enumerate(begun.places.tolist())
-        for sample, completion in enumerate(begun.records[place])
-        if completion.finish == "paused"
+        for sample, episode in enumerate(begun.records[place].samples)
+        if isinstance(episode, UnfinishedEpisode)
+        for call in episode.log.calls
     ]
 
 
@@ -115,7 +117,7 @@ def test_the_same_numbers_on_every_mesh(mesh, queue):
     assert_same(steps_on(mesh, queue=queue), steps, 1e-9)
 
 
-def test_each_completion_is_rewarded_once_and_when_it_is_finished():
+def test_each_completion_is_rewarded_once_and_when_its_prompt_is_finished():
     seen = Counter()
 
     def reward(prompt, completion, **fields):
@@ -131,7 +133,20 @@ def test_each_completion_is_rewarded_once_and_when_it_is_finished():
         rewarded += 6
         held = state.source["begun"]
         assert len(held.places) == drawn - rewarded / 2
-        assert sum(seen.values()) == rewarded + 2 * len(held.places) - held.waiting.sum()
+        assert sum(seen.values()) == rewarded + 2 * is_ready(held).sum()
+
+
+def test_a_batched_reward_sees_all_completions_of_a_prompt_though_they_end_in_several_steps():
+    batches = []
+
+    def reward(prompts, completions, **columns):
+        batches.append(Counter(prompts))
+        return [digits_reward("", completion) for completion in completions]
+
+    run, state = begin(small_job(**PARTIAL, reward=reward), single())
+    for _ in range(3):
+        _, state, _ = draw_batch(run, state)
+    assert batches and all(count % 2 == 0 for batch in batches for count in batch.values())
 
 
 @pytest.mark.parametrize("compose", [GRPO, filtered], ids=["grpo", "filtered"])
@@ -216,9 +231,10 @@ def test_the_saved_form_of_what_is_begun_continues_with_the_same_bits():
     assert metrics == same and begun_places(after)
 
 
-def test_begun_rows_of_an_earlier_version_are_refused_by_name():
+@pytest.mark.parametrize("leaf", ["paused", "columns/finished"])
+def test_begun_rows_of_an_earlier_version_are_refused_by_name(leaf):
     _, state = begin(small_job(**PARTIAL), single())
-    record = Recorded(Path("step-1"), {"source/begun/paused": Array((6,), "bool", (6,))}, {})
+    record = Recorded(Path("step-1"), {f"source/begun/{leaf}": Array((6,), "bool", (6,))}, {})
     with pytest.raises(CheckpointError, match=r"step-1: it has unfinished completions.*with the version that wrote it"):
         load(record, state, {}, mesh=single(), server=ShardServer())
 

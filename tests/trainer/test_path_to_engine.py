@@ -21,5 +21,5 @@ def test_at_most_five_functions_stand_between_the_source_and_the_engines_step():
     engine.step = recorded_step
     run.source.next_rows(state.source, 1)
     below = {tuple(path[path.index("next_rows") + 1 : -1]) for path in paths}
-    assert below == {("sampling_rounds", "rewarded_rows", "run_requests", "complete_shared")}
+    assert below == {("sampling_rounds", "rewarded_rows", "rollout", "complete_shared")}
     assert all(1 + len(path) <= MOST_FUNCTIONS for path in below)

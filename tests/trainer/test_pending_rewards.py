@@ -47,8 +47,8 @@ def test_rows_come_in_any_order_and_number_and_rewards_in_that_of_the_rows(worke
     ) as pool:
         pending = PendingRewards(pool, completed)
         add(pending, [(3, [1, 2]), (1, []), (0, [12345]), (2, [7])])
-        assert pending.collect()[:3] == ([[0, 5], [1, 0], [2, 1], [3, 3]], [False] * 4, "")
-        assert PendingRewards(pool, completed).collect()[:3] == ([], [], "")
+        assert pending.collect(range(4))[:3] == ([[0, 5], [1, 0], [2, 1], [3, 3]], [False] * 4, "")
+        assert PendingRewards(pool, completed).collect([])[:3] == ([], [], "")
 
 
 @BOTH
@@ -61,7 +61,7 @@ def test_the_first_row_that_fails_is_raised_and_without_workers_nothing_is_begun
         pending = PendingRewards(pool, completed)
         add(pending, [(2, [2]), (0, [0]), (3, [3]), (1, [1])])
         with pytest.raises(RewardError, match=r"ZeroDivisionError.*\n  prompt: 'p1'\n  completion: '1'"):
-            pending.collect()
+            pending.collect(range(4))
     assert {"p0", "p1"} <= {path.name for path in tmp_path.iterdir()}
     assert workers or not (tmp_path / "p2").exists()
 
@@ -71,7 +71,7 @@ def test_where_rows_may_fail_they_are_marked_and_the_first_is_shown(workers):
     with open_pool([lambda prompt, completion: 1 / (prompt in ("p0", "p2"))], workers) as pool:
         pending = PendingRewards(pool, completed)
         add(pending, [(3, [3]), (2, [2]), (1, [1]), (0, [0])])
-        rewarded = pending.collect("zero")
+        rewarded = pending.collect(range(4), "zero")
     assert rewarded[:2] == ([[1.0], [0.0], [1.0], [0.0]], [False, True, False, True])
     assert "ZeroDivisionError" in rewarded.problem and "prompt: 'p1'" in rewarded.problem
 

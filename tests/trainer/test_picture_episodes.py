@@ -158,8 +158,8 @@ def test_the_noise_of_a_turn_depends_on_the_pictures_before_it(folder):
     tokenizer = job_of(folder).tokenizer
     seeds = []
 
-    async def complete(prompt, sampling, seed, computed, owned):
-        seeds.append((tuple(prompt), seed, owned.digest))
+    async def complete(request):
+        seeds.append((tuple(request.prompt), request.seed, request.owned.digest))
         raise EOFError
 
     for value in (5, 9, 5):

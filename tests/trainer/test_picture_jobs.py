@@ -301,7 +301,7 @@ def test_a_processor_with_the_models_own_numbers_is_read(folder, tmp_path):
 
 
 def test_a_bound_on_pixels_of_a_model_that_reads_text_is_refused():
-    with pytest.raises(ValueError, match="--max_pixels=4096: the model reads text only; leave it out"):
+    with pytest.raises(ValueError, match="--max_pixels=4096 does nothing without a model that sees pictures"):
         prepare(settings_of(**SMALL, max_pixels=4096), GRPO)
 
 

@@ -273,7 +273,7 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
         ),
         (
             {"generate_mesh": "dp1"},
-            "--generate_mesh=dp1 does nothing: --place=generate:1 gives the mesh",
+            "--generate_mesh=dp1 does nothing together with --place=generate:1",
         ),
         ({"place": "train:1 generate:1", "mesh": "dp2"}, "--mesh=dp2 does nothing"),
         (

@@ -100,7 +100,7 @@ def test_prompts_have_the_format_of_the_flags_and_no_solved_example_is_trained_o
     tokenizer = with_chat_template(TOKENIZER, settings)
     assert TOKENIZER.chat_template is None and tokenizer.chat_template == TEMPLATE
     assert prompts_of(settings, tokenizer, REWARD).prompts[3].text == "be;d;a:"
-    with pytest.raises(SettingsError, match="--chat_template=own: the model's tokenizer has none"):
+    with pytest.raises(SettingsError, match="--chat_template=own does nothing without a chat template"):
         with_chat_template(TOKENIZER, settings_of(chat_template="own"))
     for flag, value, item in (
         ("few_shot", "x.jsonl:2", "--few_shot: x.jsonl: no such file"),

@@ -78,7 +78,7 @@ def test_replay_narrows_the_gap(speculate, monkeypatch):
 @pytest.mark.parametrize(
     "how,message",
     [
-        ({"compose": GRPO}, "--router_replay: no model of this run has experts"),
+        ({"compose": GRPO}, "--router_replay does nothing without a model with experts"),
         ({**MOE, "new_tokens_per_step": 3}, "--router_replay with --new_tokens_per_step=3: earlier choices"),
     ],
 )

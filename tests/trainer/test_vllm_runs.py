@@ -340,7 +340,7 @@ def test_the_servers_of_a_run_are_one_for_each_data_rank():
     for more, message in (
         ({"mesh": "dp1"}, "2 servers, which hold whole models, .* each of its 1 data ranks"),
         ({"mesh": "dp2,tp2", "generate_mesh": "dp2,tp2"}, "a --generate_mesh without tp"),
-        ({"engine_url": "http://a"}, "http://a is not http://HOST:PORT"),
+        ({"engine_url": "http://a"}, "--engine_url=http://a: it must be http://HOST:PORT"),
         ({"engine_url": None}, "--engine=vllm_server needs --engine_url"),
         ({"engine": "native"}, "does nothing without --engine=vllm_server"),
         ({"engine_url": None, "engine": "native", "engine_timeout": 3.0}, "--engine_timeout=3 does nothing"),
@@ -368,9 +368,10 @@ def test_without_vllm_a_run_says_what_to_install():
     [
         ({"dtype": "float64"}, "vLLM has no float64; use --dtype=float32 or bfloat16"),
         ({"dtype": "float32", "kv_cache_gb": 1e-5}, "a cache of 1e-05 GB is too small: .* 64 tokens, 0.00026 GB"),
-        ({"dtype": "float32", "dry_run": True}, "it counts the native engine"),
     ],
 )
 def test_a_run_that_vllm_cannot_generate_for_is_refused(settings, message):
     with pytest.raises(SettingsError, match=f"--engine=vllm: .*{message}"):
         small_job(GRPO, engine="vllm", **settings)
+    with pytest.raises(SettingsError, match="--dry_run does nothing without --engine=native"):
+        small_job(GRPO, engine="vllm", dry_run=True)

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.xla
 @pytest.mark.parametrize(
     "words,says",
     [
-        (["--target=v5e:2x2"], "funrl compile needs an experiment"),
-        (["sft"], "funrl compile needs one --target, such as --target=v5e:2x2"),
+        (["--target=v5e:2x2"], "usage: funrl compile NAME"),
+        (["sft"], "usage: funrl compile NAME"),
         (["sft", "--target=h100:8"], "--target=h100:8 begins with none of v5e, v6e, v5p, such as v5e:4x4"),
     ],
     ids=["experiment", "target", "kind"],

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.arguments import check_tensor
 from funrl.compiled_kernels.exact.structures import LayerFactors, StepAdapter
 from funrl.compiled_kernels.packed import LANES, PackedLinear, pack_linear, round_up, unpack_panels
 
@@ -21,11 +22,21 @@ _SECOND = {"q": "q", "k": "k", "v": "v", "o": "output", "gate": "gate", "up": "u
 Factors = Mapping[str, tuple[Tensor, Tensor]]  # of a layer: A [rank, K] and B [N, rank] of each adapted weight
 
 
-class HeadSizes(NamedTuple):
-    """Sizes of heads in the weights, and as the step pads them."""
+class AdaptedSizes(NamedTuple):
+    """Sizes of the weights that adapters stand on.
 
+    Attributes:
+      layers: number of layers.
+      head, padded: sizes of heads in the weights, and as the step pads them.
+      shapes: of each weight, its outputs and inputs.
+      parts: of the sums over the inputs of some weights; those of others are whole.
+    """
+
+    layers: int
     head: int
     padded: int
+    shapes: Mapping[str, tuple[int, int]]
+    parts: Mapping[str, int]
 
 
 class TokenAdapters(NamedTuple):
@@ -45,25 +56,29 @@ class PackedAdapter:
 
     Attributes:
       rank, scale: W x + scale B A x.
+      dtype, sizes: of the step.
     """
 
-    def __init__(
-        self, layers: Sequence[Factors], scale: float, dtype: torch.dtype, heads: HeadSizes, parts: Mapping[str, int]
-    ):
+    def __init__(self, layers: Sequence[Factors], scale: float, dtype: torch.dtype, sizes: AdaptedSizes):
         """Pack factors.
 
         Args:
           layers: of each layer "q", "k", "v", "o", "gate", "up", "down" or some of these, all of one rank.
           scale: a number.
           dtype: of the step.
-          heads: of the step.
-          parts: of the sums over the inputs of "o" and "down".
+          sizes: of the step.
         """
         self.rank = next(a.shape[0] for layer in layers for a, _ in layer.values())
         self.scale = scale
-        self._dtype = dtype
-        self._heads = heads
-        self._parts = parts
+        self.dtype = dtype
+        self.sizes = sizes
+        if len(layers) != sizes.layers:
+            raise ValueError(f"there are factors of {len(layers)} layers, the decoder has {sizes.layers}")
+        for i, layer in enumerate(layers):
+            for name, (a, b) in layer.items():
+                outputs, inputs = sizes.shapes[name]
+                check_tensor(f"the first factor of {name} of layer {i}", a, a.dtype, (self.rank, inputs))
+                check_tensor(f"the second factor of {name} of layer {i}", b, b.dtype, (outputs, self.rank))
         self._layers = [self._pack_layer(layer) for layer in layers]
         pointers = [{name: packed.panels.data_ptr() for name, packed in layer.items()} for layer in self._layers]
         self._pointers = (LayerFactors * len(layers))(*(LayerFactors(**each) for each in pointers))
@@ -84,7 +99,7 @@ class PackedAdapter:
                 for name, a in zip(own, first, strict=True):
                     b = _unpacked(layer[_SECOND[name]])
                     if name in ("q", "k", "v"):
-                        b = b.unflatten(0, (-1, self._heads.padded))[:, : self._heads.head].flatten(0, 1)
+                        b = b.unflatten(0, (-1, self.sizes.padded))[:, : self.sizes.head].flatten(0, 1)
                     factors[name] = a[: self.rank], b
             yield factors
 
@@ -95,12 +110,12 @@ class PackedAdapter:
             if not own:
                 continue
             first = torch.cat([_padded(layer[name][0], round_up(self.rank, LANES)) for name in own])
-            packs[f"{shared}_first"] = pack_linear(first.to(self._dtype), self._parts.get(own[0], 1))
+            packs[f"{shared}_first"] = pack_linear(first.to(self.dtype), self.sizes.parts.get(own[0], 1))
             for name in own:
-                b = layer[name][1].to(self._dtype)
+                b = layer[name][1].to(self.dtype)
                 if name in ("q", "k", "v"):
-                    heads = b.unflatten(0, (-1, self._heads.head)).unbind(0)
-                    b = torch.cat([_padded(head, self._heads.padded) for head in heads])
+                    heads = b.unflatten(0, (-1, self.sizes.head)).unbind(0)
+                    b = torch.cat([_padded(head, self.sizes.padded) for head in heads])
                 packs[_SECOND[name]] = pack_linear(b)
         return packs
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from funrl.compiled_kernels.arguments import BITS
 from funrl.compiled_kernels.kernel_library import KernelError, library
-from funrl.compiled_kernels.packed import BITS
 
 log = logging.getLogger(__name__)
 # Modes under which operators compute as without: those of selective activation checkpoints.

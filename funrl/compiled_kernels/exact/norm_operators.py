@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.arguments import check_parts, check_tensor, kernel_bits, real_of
 from funrl.compiled_kernels.exact.registration import kernel_operator
 from funrl.compiled_kernels.kernel_library import library
-from funrl.compiled_kernels.packed import BITS, real_of
 
 
 @kernel_operator(
@@ -16,11 +16,13 @@ from funrl.compiled_kernels.packed import BITS, real_of
 )
 def exact_square_sums(x: Tensor, parts: int) -> Tensor:
     """Sum of squares of each row [M, D], in equal parts that are added by a binary tree: [M] float32 or float64."""
-    x = x.contiguous()
+    bits = kernel_bits("x", x, 2)
     M, D = x.shape
+    check_parts(parts, D)
+    x = x.contiguous()
     out = x.new_empty(M, dtype=real_of(x.dtype))
     sizes = (M, D, parts, torch.get_num_threads())
-    library().funrl_square_sums(BITS[x.dtype], x.data_ptr(), out.data_ptr(), *sizes)
+    library().funrl_square_sums(bits, x.data_ptr(), out.data_ptr(), *sizes)
     return out
 
 
@@ -30,11 +32,15 @@ def exact_square_sums(x: Tensor, parts: int) -> Tensor:
 )
 def exact_scale_rows(x: Tensor, totals: Tensor, weight: Tensor, size: int, eps: float, offset: float) -> Tensor:
     """Rows x [M, D] / sqrt(totals / size + eps) * (offset + weight); `totals` [M] float32 or float64."""
+    bits = kernel_bits("x", x, 2)
+    M, D = x.shape
+    check_tensor("totals", totals, real_of(x.dtype), (M,))
+    check_tensor("weight", weight, x.dtype, (D,))
     x = x.contiguous()
     totals = totals.contiguous()
     weight = weight.contiguous()
     out = torch.empty_like(x)
     pointers = (y.data_ptr() for y in (x, totals, weight, out))
     numbers = (size, eps, offset, torch.get_num_threads())
-    library().funrl_scale_rows(BITS[x.dtype], *pointers, *x.shape, *numbers)
+    library().funrl_scale_rows(bits, *pointers, *x.shape, *numbers)
     return out

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.arguments import check_tensor, kernel_bits, real_of
 from funrl.compiled_kernels.exact.packs import packed_weight
 from funrl.compiled_kernels.exact.registration import kernel_operator
 from funrl.compiled_kernels.kernel_library import library
-from funrl.compiled_kernels.packed import BITS, packed_linear, real_of
+from funrl.compiled_kernels.packed import packed_linear
+
+_ACTIVATIONS = 3  # `Activation` of operators.hpp
 
 
 def _like(x: Tensor, *_: object) -> Tensor:
@@ -49,6 +52,11 @@ def exact_low_rank(
       factors: a [R, K] and b [N, R].
     """
     a, b = factors
+    kernel_bits("x", x, 2)
+    kernel_bits("weight", weight, 2)
+    kernel_bits("the first factor", a, 2)
+    check_tensor("the first factor", a, x.dtype, (len(a), x.shape[1]))
+    check_tensor("the second factor", b, x.dtype, (len(weight), len(a)))
     out = exact_linear(x, weight, bias, parts, False)
     inner = exact_linear(x, a, None, parts, False).mul_(scale)
     return out.add_(exact_linear(inner, b, None, 1, False)), inner
@@ -57,13 +65,15 @@ def exact_low_rank(
 @kernel_operator("exact_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", _like)
 def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`rms_norm` of rows."""
+    bits = kernel_bits("x", x, least=1)
+    D = x.shape[-1]
+    check_tensor("weight", weight, x.dtype, (D,))
     x = x.contiguous()
     weight = weight.contiguous()
     out = torch.empty_like(x)
-    D = x.shape[-1]
     pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
     sizes = (x.numel() // max(D, 1), D, eps, offset)
-    library().funrl_norm(BITS[x.dtype], *pointers, *sizes, torch.get_num_threads())
+    library().funrl_norm(bits, *pointers, *sizes, torch.get_num_threads())
     return out
 
 
@@ -73,42 +83,57 @@ def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 )
 def exact_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Gradients of `exact_norm` by x and weight."""
+    bits = kernel_bits("x", x, least=1)
+    D = x.shape[-1]
+    check_tensor("grad", grad, x.dtype, x.shape)
+    check_tensor("weight", weight, x.dtype, (D,))
     grad = grad.contiguous()
     x = x.contiguous()
     weight = weight.contiguous()
     d_x = torch.empty_like(x)
     d_weight = torch.empty_like(weight)
-    D = x.shape[-1]
     pointers = (y.data_ptr() for y in (grad, x, weight, d_x, d_weight))
     sizes = (x.numel() // max(D, 1), D, eps, offset, torch.get_num_threads())
-    library().funrl_norm_backward(BITS[x.dtype], *pointers, *sizes)
+    library().funrl_norm_backward(bits, *pointers, *sizes)
     return d_x, d_weight
 
 
 @kernel_operator("exact_rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", _like)
 def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """`rotate` of heads [..., H, N]; with sign -1 back."""
+    bits = kernel_bits("x", x, least=2)
+    H, N = x.shape[-2:]
+    M = x.numel() // max(H * N, 1)
+    shape = cos.shape
+    turned = shape[-1] if shape else 0
+    rows = cos.numel() // max(turned, 1)
+    check_tensor("cos", cos, x.dtype, shape)
+    check_tensor("sin", sin, x.dtype, shape)
+    if not 0 < turned <= N or turned % 2:
+        raise ValueError(f"cos has {turned} numbers of a position, it must be an even number of the {N} of a head")
+    if M and (not rows or M % rows):
+        raise ValueError(f"cos has {rows} positions, they must divide the {M} positions of x")
+    if sign not in (1, -1):
+        raise ValueError(f"the sign is {sign}, it must be 1 or -1")
     x = x.contiguous()
     cos = cos.contiguous()
     sin = sin.contiguous()
     out = torch.empty_like(x)
-    H, N = x.shape[-2:]
-    M = x.numel() // max(H * N, 1)
-    turned = cos.shape[-1]
     pointers = (y.data_ptr() for y in (x, cos, sin, out))
-    sizes = (M, H, N, turned, max(cos.numel() // turned, 1), sign, torch.get_num_threads())
-    library().funrl_rotate(BITS[x.dtype], *pointers, *sizes)
+    sizes = (M, H, N, turned, max(rows, 1), sign, torch.get_num_threads())
+    library().funrl_rotate(bits, *pointers, *sizes)
     return out
 
 
 @kernel_operator("exact_gate(Tensor gate, Tensor up, int activation) -> Tensor", _like)
 def exact_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """`gated`."""
+    bits = _gate_bits(gate, up, activation)
     gate = gate.contiguous()
     up = up.contiguous()
     out = torch.empty_like(gate)
     pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
-    library().funrl_gate(BITS[gate.dtype], *pointers, gate.numel(), activation, torch.get_num_threads())
+    library().funrl_gate(bits, *pointers, gate.numel(), activation, torch.get_num_threads())
     return out
 
 
@@ -118,11 +143,22 @@ def exact_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 )
 def exact_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     """Gradients of `exact_gate` by gate and up."""
+    bits = _gate_bits(gate, up, activation)
+    check_tensor("grad", grad, gate.dtype, gate.shape)
     grad = grad.contiguous()
     gate = gate.contiguous()
     up = up.contiguous()
     d_gate = torch.empty_like(gate)
     d_up = torch.empty_like(up)
     pointers = (y.data_ptr() for y in (grad, gate, up, d_gate, d_up))
-    library().funrl_gate_backward(BITS[gate.dtype], *pointers, gate.numel(), activation, torch.get_num_threads())
+    library().funrl_gate_backward(bits, *pointers, gate.numel(), activation, torch.get_num_threads())
     return d_gate, d_up
+
+
+def _gate_bits(gate: Tensor, up: Tensor, activation: int) -> int:
+    """Bits of the numbers of a gate, after its arguments have been checked."""
+    bits = kernel_bits("gate", gate)
+    check_tensor("up", up, gate.dtype, gate.shape)
+    if not 0 <= activation < _ACTIVATIONS:
+        raise ValueError(f"the activation is {activation}, it must be below {_ACTIVATIONS}")
+    return bits

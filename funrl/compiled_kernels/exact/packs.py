@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from funrl.compiled_kernels.arguments import kernel_bits
 from funrl.compiled_kernels.kernel_library import library
 from funrl.compiled_kernels.packed import PackedLinear, pack_groups, pack_linear
 
@@ -52,6 +53,7 @@ def packed_rows(weight_ENK: Tensor, low: int, high: int, transposed: bool) -> Pa
 
 def _known(weight: Tensor, form: tuple, pack_weight: Callable[[], PackedLinear]) -> PackedLinear:
     """The pack of a form of a weight, made where it is not there or of another version."""
+    kernel_bits("the weight", weight)
     if not weight.is_contiguous() or weight.is_inference():
         return pack_weight()
     storage = weight.untyped_storage()

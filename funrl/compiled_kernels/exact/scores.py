@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.arguments import check_parts, check_tensor, kernel_bits
 from funrl.compiled_kernels.kernel_library import library
-from funrl.compiled_kernels.packed import BITS, parts_of
+from funrl.compiled_kernels.packed import parts_of
 
 
 class LogitMoments(NamedTuple):
@@ -25,10 +26,11 @@ class LogitMoments(NamedTuple):
 
 def largest_logits(logits_TV: Tensor) -> Tensor:
     """The largest logit of each row, [T]; NaN does not count."""
+    bits = kernel_bits("logits_TV", logits_TV, 2, wide=True)
     logits_TV = logits_TV.contiguous()
     T, V = logits_TV.shape
     top_T = logits_TV.new_empty(T)
-    library().funrl_tops(BITS[logits_TV.dtype], logits_TV.data_ptr(), T, V, top_T.data_ptr(), torch.get_num_threads())
+    library().funrl_tops(bits, logits_TV.data_ptr(), T, V, top_T.data_ptr(), torch.get_num_threads())
     return top_T
 
 
@@ -44,17 +46,26 @@ def logit_moments(
       temperature: above 0.
       parts: equal parts of the columns whose sums are added by a binary tree; a power of two, at most 8.
       more: compute all three sums; else only the first.
+
+    Raises:
+      KernelError: another dtype or device of the logits.
+      ValueError: an id is not a column, or the other arguments do not fit the logits.
     """
+    bits = kernel_bits("logits_TV", logits_TV, 2, wide=True)
+    T, V = logits_TV.shape
+    N = ids_TN.shape[-1] if ids_TN.ndim else 0
+    check_tensor("top_T", top_T, logits_TV.dtype, (T,))
+    check_tensor("ids_TN", ids_TN, torch.int64, (T, N))
+    check_parts(parts, V)
     logits_TV = logits_TV.contiguous()
     top_T = top_T.contiguous()
     ids_TN = ids_TN.contiguous()
-    T, V = logits_TV.shape
-    N = ids_TN.shape[1]
     above_TN = torch.empty(T, N, dtype=torch.float64)
     sums_T3 = torch.zeros(T, 3, dtype=torch.float64)
-    rows = (BITS[logits_TV.dtype], logits_TV.data_ptr(), T, V, parts, top_T.data_ptr(), temperature)
+    rows = (bits, logits_TV.data_ptr(), T, V, parts, top_T.data_ptr(), temperature)
     results = (above_TN.data_ptr(), sums_T3.data_ptr(), torch.get_num_threads())
-    library().funrl_moments(*rows, ids_TN.data_ptr(), N, more, *results)
+    if library().funrl_moments(*rows, ids_TN.data_ptr(), N, more, *results):
+        raise ValueError(f"ids_TN are from {ids_TN.min()} to {ids_TN.max()}, they must be columns of {V} logits")
     return LogitMoments(above_TN, sums_T3)
 
 
@@ -65,12 +76,16 @@ def log_probabilities(above_TN: Tensor, sum_T: Tensor, temperature: float, dtype
       above_TN: of `LogitMoments`.
       sum_T: float64, of e^z over the whole vocabulary.
     """
+    kernel_bits("above_TN", above_TN, 2)
+    check_tensor("above_TN", above_TN, torch.float64, above_TN.shape)
+    check_tensor("sum_T", sum_T, torch.float64, above_TN.shape[:1])
     above_TN = above_TN.contiguous()
     sum_T = sum_T.contiguous()
     out_TN = torch.empty(above_TN.shape, dtype=dtype)
+    bits = kernel_bits("the result", out_TN, wide=True)
     sizes = above_TN.shape
     pointers = (above_TN.data_ptr(), sum_T.data_ptr())
-    library().funrl_log_probabilities(BITS[dtype], *pointers, *sizes, temperature, out_TN.data_ptr())
+    library().funrl_log_probabilities(bits, *pointers, *sizes, temperature, out_TN.data_ptr())
     return out_TN
 
 

@@ -101,12 +101,10 @@ def check_names(
         raise SettingsError("\n".join(lines))
     for name, text in unknown.items():
         hint = _hint(name, text, known, context, python)
-        if python:
+        if python or hint:
             program = context.recipe if context.recipe.isidentifier() else "rl"
-            rest = hint or f"; `funrl {program} --help` lists all"
-            raise SettingsError(f"{name}={text}: there is no such setting{rest}")
-        if hint:
-            raise SettingsError(f"--{name} is not a flag{hint}")
+            problem = f"{name}={text}: there is no such setting" if python else f"--{name} is not a flag"
+            raise SettingsError(problem + (hint or f"; `funrl {program} --help` lists all"))
 
 
 def answers_to(

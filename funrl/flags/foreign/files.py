@@ -20,7 +20,7 @@ import yaml
 
 from funrl.flags.config_file import load_yaml
 from funrl.flags.foreign.answers import DOTTED, flag_in
-from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.declaration import SettingsError, refusing
 
 IGNORED = ("defaults", "hydra", "ray_kwargs", "global_profiler", "_target_")  # parts of a Hydra file without a meaning
 OPENING = {"if", "for", "while", "until", "case"}
@@ -38,8 +38,7 @@ def flattened(path: str) -> dict[str, str]:
             values: dict[str, str | None] = dict(read_script(text))
         else:
             nested = json.loads(text) if file.suffix == ".json" else load_yaml(text, yaml.BaseLoader)
-            if not isinstance(nested, dict):
-                raise SettingsError(f"{path}: names with values are needed")
+            nested = nested if isinstance(nested, dict) else {}
             values = {name: _resolved(x, nested, name.split(".")[:-1]) for name, x in _leaves(nested)}
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: {' '.join(str(error).split())}") from error
@@ -127,12 +126,10 @@ def _words(text: str) -> list[str]:
     """The words of a script; an arithmetic or command substitution is one word."""
     text = re.sub(r"\$\(\((.*?)\)\)", lambda match: "$((" + re.sub(r"\s", "", match[1]) + "))", text)
     text = re.sub(r"\$\((?!\()([^()]*)\)", lambda match: "$(" + re.sub(r"\s", "_", match[1]) + ")", text)
-    try:
+    with refusing("not a shell script: "):
         lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";")
         lexer.whitespace_split = True
         return [word for word in lexer if word.strip(";")]
-    except ValueError as error:
-        raise SettingsError(f"not a shell script: {error}") from error
 
 
 def _unclear(value: str, depth: int) -> str:

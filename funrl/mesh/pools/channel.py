@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import pickle
 import threading
 import time
@@ -67,14 +66,6 @@ class Requests:
         beat()
         return number
 
-    def wait(self, keys: Sequence[str], waits_for: str) -> list[str]:
-        """Wait until the store has at least one of some keys; return the keys that it has.
-
-        Raises:
-          MeshError: the answering side makes no progress for `Mesh.timeout`.
-        """
-        return wait_for_keys(keys, self.mesh.world, waits_for, limit_of(self.mesh), progress_key(self.pool))
-
     def answer(self, number: int, waits_for: str) -> Any:
         """Wait for the answer to a request, on every rank. Collective.
 
@@ -87,7 +78,7 @@ class Requests:
         """
         key = answer_key(self.pool, number)
         entered(waits_for)
-        self.wait([key], waits_for)
+        wait_for_keys([key], self.mesh.world, waits_for, limit_of(self.mesh), progress_key(self.pool))
         value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.forget(number)
@@ -169,32 +160,6 @@ class Answers:
         if self.mesh.rank == 0:
             write_value(answer_key(self.pool, self.taken - 1), value)
         beat()
-
-
-def first_asked(
-    sides: Sequence[Answers], waits_for: str, end: str = END_KEY, requests: Requests | None = None
-) -> Answers | None:
-    """The first of some answering sides of one mesh that has a request, once one has. Collective.
-
-    Args:
-      sides: each for requests of other ranks.
-      waits_for: name of the request, for whoever looks at a rank that waits.
-      end: key of the store with which the wait ends.
-      requests: whose answering side has to make progress meanwhile; None: the wait has no limit.
-
-    Returns: None where `end` is there, and no request.
-
-    Raises:
-      MeshError: that side makes no progress for `Mesh.timeout`.
-    """
-    mesh = sides[0].mesh
-    keys = [side.next_key for side in sides]
-    wait = functools.partial(wait_for_keys, ranks=mesh.world) if requests is None else requests.wait
-    entered(waits_for)
-    there = wait([*keys, end], waits_for=waits_for)[0]
-    place = from_first_rank(None if there == end else keys.index(there), mesh)
-    left()
-    return None if place is None else sides[place]
 
 
 def end_requests(mesh: Mesh, result: object) -> None:
@@ -325,16 +290,26 @@ def write_value(key: str, value: object) -> None:
 
 def read_value(key: str) -> Any:
     """The value that `write_value` wrote."""
+    return pickle.loads(b"".join(run_store().get(piece) for piece in _pieces(key)))
+
+
+def take_value(key: str) -> Any:
+    """The value that `write_value` wrote, which then leaves the store."""
     store = run_store()
-    count = int(store.get(key))
-    return pickle.loads(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+    pieces = _pieces(key)
+    data = [store.get(piece) for piece in pieces]
+    for piece in (*pieces, key):
+        store.delete_key(piece)
+    return pickle.loads(b"".join(data))
 
 
 def remove_value(key: str) -> None:
     """Remove a value, if it is there."""
     store = run_store()
-    if not store.check([key]):
-        return
-    for number in range(int(store.get(key))):
-        store.delete_key(f"{key}/{number}")
-    store.delete_key(key)
+    for piece in (*_pieces(key), key) if store.check([key]) else ():
+        store.delete_key(piece)
+
+
+def _pieces(key: str) -> list[str]:
+    """Keys of the pieces of a value."""
+    return [f"{key}/{number}" for number in range(int(run_store().get(key)))]

@@ -1,8 +1,8 @@
 """Rows handed over between two meshes of different ranks, from the rank that has a row to each rank that needs it.
 
 Both sides know which rank has each row and which ranks it goes to, and start only the messages that there are: one
-from a rank to another for all fields per token, whatever the number of rows, and where there are ragged fields one for
-each, after one that says how many lines each row has of them. Nothing passes through a third rank.
+from a rank to another for all fields per token, whatever the number of rows, and for each ragged field one, after one
+that says how many lines of it each row has. Nothing passes through a third rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rows import ROW_MULTIPLE, blank_rows, pack_rows, packed_bytes, row_indices, unpack_rows
 from funrl.processes.heartbeat import entered, left
 
-TAG = 1 << 20  # of the first message to a rank; those of a reshard count from 0
+TAG = 1 << 20  # of all messages; those of a reshard count from 0
 LineForm = tuple[torch.dtype, tuple[int, ...]]  # dtype and trailing shape of the lines of a field
 
 
@@ -102,19 +102,18 @@ def send_rows(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: 
     """
     own = np.flatnonzero(way.owner == int(way.source.index(way.source.row_axes)))
     messages = list(messages_to(way))
-    device = way.source.device
-    of_row = {name: kinds[name].counts(x, way.lengths[own]) for name, x in fields.items() if not kinds[name].per_token}
     places = [np.searchsorted(own, rows) for _, rows in messages]
-    if of_row:
-        tables = [torch.from_numpy(np.stack([x[here] for x in of_row.values()])).to(device) for here in places]
-        _exchange(way.source, _numbered(messages, [tables]), [])
-    packed = []
+    sent = 0
     for names in _sent_together(fields, kinds):
         some = {name: fields[name] for name in names}
-        counts = of_row.get(names[0], way.lengths[own])
-        packed.append([pack_rows(some, kinds, here, counts[here]) for here in places])
-    _exchange(way.source, _numbered(messages, packed), [])
-    return sum(x.numel() for of_messages in packed for x in of_messages)
+        lines = way.lengths[own]
+        if not kinds[names[0]].per_token:
+            lines = kinds[names[0]].counts(fields[names[0]], lines)
+            _exchange(way.source, messages, [torch.from_numpy(lines[here]).to(way.source.device) for here in places])
+        packed = [pack_rows(some, kinds, here, lines[here]) for here in places]
+        _exchange(way.source, messages, packed)
+        sent += sum(x.numel() for x in packed)
+    return sent
 
 
 def receive_rows(
@@ -131,63 +130,35 @@ def receive_rows(
     """
     coming = np.flatnonzero(way.to == int(way.target.index(way.target.row_axes)))
     width = -(-int(way.lengths[coming].max(initial=1)) // ROW_MULTIPLE) * ROW_MULTIPLE
+    device = way.target.device
     messages = list(messages_from(way))
     places = [np.searchsorted(coming, rows) for _, rows in messages]
-    of_row = _received_counts([name for name in like if not kinds[name].per_token], way, messages, places)
-    groups = [{name: like[name] for name in names} for names in _sent_together(like, kinds)]
-    counts = [of_row.get(next(iter(group)), way.lengths[coming]) for group in groups]
-    arrived = [
-        [
-            torch.empty(int(lines[here].sum()), packed_bytes(group, kinds), dtype=torch.uint8, device=way.target.device)
-            for here in places
-        ]
-        for group, lines in zip(groups, counts, strict=True)
-    ]
-    _exchange(way.target, [], _numbered(messages, arrived))
     out = dict[str, Value]()
-    for group, lines, of_messages in zip(groups, counts, arrived, strict=True):
+    received = 0
+    for names in _sent_together(like, kinds):
+        group = {name: like[name] for name in names}
+        lines = way.lengths[coming]
+        if not kinds[names[0]].per_token:
+            counts = [torch.empty(len(here), dtype=torch.int64, device=device) for here in places]
+            _exchange(way.target, messages, counts, receives=True)
+            lines = np.zeros(len(coming), dtype=np.int64)
+            for here, count in zip(places, counts, strict=True):
+                lines[here] = count.cpu().numpy()
+        width_bytes = packed_bytes(group, kinds)
+        arrived = [torch.empty(int(lines[x].sum()), width_bytes, dtype=torch.uint8, device=device) for x in places]
+        _exchange(way.target, messages, arrived, receives=True)
         blank = blank_rows(group, kinds, lines, width)
-        for here, x in zip(places, of_messages, strict=True):
+        for here, x in zip(places, arrived, strict=True):
             unpack_rows(x, blank, kinds, here, lines[here])
         out |= blank
-    return {name: out[name] for name in like}, sum(x.numel() for of_messages in arrived for x in of_messages)
-
-
-def _received_counts(
-    names: Sequence[str], way: Handover, messages: Sequence[RowMessage], places: Sequence[np.ndarray]
-) -> dict[str, np.ndarray]:
-    """[b] lines of each row that comes, of each field that is not per token."""
-    if not names:
-        return {}
-    tables = [torch.empty(len(names), len(x.rows), dtype=torch.int64, device=way.target.device) for x in messages]
-    _exchange(way.target, [], _numbered(messages, [tables]))
-    counts = np.zeros((len(names), sum(map(len, places))), dtype=np.int64)
-    for here, table in zip(places, tables, strict=True):
-        counts[:, here] = table.cpu().numpy()
-    return dict(zip(names, counts, strict=True))
+        received += sum(x.numel() for x in arrived)
+    return {name: out[name] for name in like}, received
 
 
 def _sent_together(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind]) -> list[list[str]]:
     """Names of the fields of each message to a rank: those per token together, any other alone."""
     per_token = [name for name in fields if kinds[name].per_token]
     return [*([per_token] if per_token else []), *([name] for name in fields if not kinds[name].per_token)]
-
-
-class _Parcel(NamedTuple):
-    """Bytes or numbers to or from a rank of the run, and the tag that tells them from others of the exchange."""
-
-    peer: int
-    tag: int
-    content: Tensor
-
-
-def _numbered(messages: Sequence[RowMessage], contents: Sequence[Sequence[Tensor]]) -> list[_Parcel]:
-    """Parcels of messages that have several contents each, given as contents of all messages."""
-    return [
-        _Parcel(message.peer, TAG + place, x)
-        for place, of_messages in enumerate(contents)
-        for message, x in zip(messages, of_messages, strict=True)
-    ]
 
 
 def _sender(way: Handover, holders: np.ndarray, place: int) -> int:
@@ -199,17 +170,17 @@ def _sender(way: Handover, holders: np.ndarray, place: int) -> int:
     return way.source.ranks[int(holders[place % len(holders)])]
 
 
-def _exchange(mesh: Mesh, sends: Sequence[_Parcel], receives: Sequence[_Parcel]) -> None:
+def _exchange(mesh: Mesh, messages: Sequence[RowMessage], contents: Sequence[Tensor], receives: bool = False) -> None:
+    """Send or receive the content of each message."""
+    start = dist.irecv if receives else dist.isend
+    peers = [message.peer for message in messages]
     if mesh.device.type == "cpu":
-        handles = [(peer, dist.irecv(x, peer, tag=tag)) for peer, tag, x in receives]
-        handles += [(peer, dist.isend(x, peer, tag=tag)) for peer, tag, x in sends]
+        handles: list[Any] = [start(x, peer, tag=TAG) for peer, x in zip(peers, contents, strict=True)]
     else:
-        operations = [dist.P2POp(dist.irecv, x, peer) for peer, _, x in receives]
-        operations += [dist.P2POp(dist.isend, x, peer) for peer, _, x in sends]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        peers = [parcel.peer for parcel in (*receives, *sends)]
-        handles: list[tuple[int, Any]] = [(peers[0] if peers else 0, work) for work in works]
-    for peer, handle in handles:
+        operations = [dist.P2POp(start, x, peer) for peer, x in zip(peers, contents, strict=True)]
+        handles = dist.batch_isend_irecv(operations) if operations else []
+        peers = peers[:1] * len(handles)
+    for peer, handle in zip(peers, handles, strict=True):
         entered(f"rows of rank {peer}" if receives else f"rows for rank {peer}")
         try:
             handle.wait()

@@ -37,12 +37,13 @@ def compile_layer(
         is compiled.
       backend: torch.compile's.
     """
-    plain = rematerialized(model.layer, remat)
-    if not is_compiled(model, mode, device):
-        return plain
-    from funrl.models.compiling.compiled_layer import compiled_layer
+    layer = rematerialized(model.layer, remat)
+    if is_compiled(model, mode, device):
+        from funrl.models.compiling.compiled_layer import compiled_layer
 
-    return compiled_layer(plain, note, backend, device)
+        layer = compiled_layer(layer, note, backend, device)
+    # An engine may compute the model's own layer by other kernels, and not a layer that replaces it.
+    return layer if layer is model.layer else functools.update_wrapper(layer, model.layer)
 
 
 def is_compiled(model: Model, mode: str, device: str) -> bool:

@@ -8,10 +8,11 @@ import logging
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.arguments import FIXED_PARTS
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.low_rank import low_rank_linear
 from funrl.compiled_kernels.linear import linear, linear_in_parts
-from funrl.compiled_kernels.packed import FIXED_PARTS, parts_of
+from funrl.compiled_kernels.packed import parts_of
 from funrl.mesh.mesh import Mesh
 from funrl.models.low_rank import LowRank, Weight, add_factors
 from funrl.models.split_residual import leave

@@ -6,6 +6,8 @@ on a CPU. The scheduler knows neither.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,19 +18,29 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.arguments import BITS, real_of
+from funrl.compiled_kernels.decode_slots import PassForm
+from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.exact.adapters import PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
+from funrl.compiled_kernels.fused_decode import FusedDecoder, fused_problem
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.linear_logprob import project
-from funrl.compiled_kernels.packed import real_of
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
 from funrl.rollout.native.cache_sizes import page_tokens
-from funrl.rollout.native.device.decode_state import DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
+from funrl.rollout.native.device.decode_state import (
+    DecodeForm,
+    DecodeState,
+    RowAdapters,
+    Spare,
+    decode_pass,
+    fused_pass,
+)
 from funrl.rollout.native.device.host_copy import device_copy
 from funrl.rollout.native.owned_prompts import OwnedPrompts
 from funrl.rollout.native.passes import Backend, PassWork, SampledRows
@@ -38,6 +50,7 @@ from funrl.rollout.sampling_parameters import Sampling
 ROUTE = torch.int16  # dtype of recorded ids of experts
 log = logging.getLogger(__name__)
 LOGITS = 1 << 26  # logits computed at a time at most
+BASE_WEIGHTS = -1  # the weights that adapters stand on, among numbers of adapters
 
 
 class TorchBackend:
@@ -74,10 +87,18 @@ class TorchBackend:
         self._unembed_VD = torch.empty(0)
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
+        self._fused: FusedDecoder | None = None
+        self._stacks = False  # whether `load` stacks weights for fused kernels
         self._owned = OwnedPrompts(model)
+        self._fixed: set[int] = set()  # adapters whose memory is this backend's own; `BASE_WEIGHTS`: the weights' is
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
+        self._take(params)
+        self._fused = FusedDecoder(self._fused_sizes, params) if self._stacks and self._fused_sizes else None
+
+    def _take(self, params: trees.Tree) -> None:
+        self._fixed.discard(BASE_WEIGHTS)
         unembed_VD = self.model.unembedding(params)
         forget(*trees.leaves(params))
         if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda and not kernels_work():
@@ -85,8 +106,35 @@ class TorchBackend:
         self._params = params
         self._unembed_VD = unembed_VD
 
+    def overwrite(self, params: trees.Tree) -> bool:
+        """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
+
+        Tensors that came by `load` may be the caller's. They are not written to, but replaced by copies once.
+        """
+        if BASE_WEIGHTS not in self._fixed:
+            self.drop()
+            self.load(trees.map(torch.clone, params))
+            self._fixed.add(BASE_WEIGHTS)
+            return False
+        held = self._params, self._unembed_VD  # stacked weights of fused kernels are the memory of these
+        self._take(params)
+        _copy_into(held, (self._params, self._unembed_VD))
+        self._params, self._unembed_VD = held
+        self._fixed.add(BASE_WEIGHTS)
+        return True
+
+    def overwrite_adapter(self, number: int, adapter: Adapter) -> bool:
+        """`overwrite` for the factors of an adapter; the scale is a constant of captured passes."""
+        held = self._adapters.get(number)
+        if held is None or number not in self._fixed or adapter_form(held) != adapter_form(adapter):
+            self.load_adapter(number, Adapter(trees.map(torch.clone, adapter.factors), adapter.scale))
+            self._fixed.add(number)
+            return False
+        _copy_into(held.factors, adapter.factors)
+        return True
+
     def drop(self) -> None:
-        self._params = None
+        self._params = self._fused = None
         self._unembed_VD = torch.empty(0)
         self._adapted.clear()
         self._owned.clear()
@@ -99,6 +147,7 @@ class TorchBackend:
 
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
         self._adapted.pop(number, None)
+        self._fixed.discard(number)
         if adapter is None:
             del self._adapters[number]
         else:
@@ -187,8 +236,37 @@ class TorchBackend:
     def decode(
         self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`decode_pass` with these weights and this cache."""
+        """`decode_pass` with these weights and this cache; on a GPU by fused kernels, where they compute the model."""
+        self.stack_weights()
+        if self._cache is not None and self._fused is not None and form.adapters == (-1,):
+            hidden = functools.partial(
+                self._fused.hidden, pages=self._cache.pages, form=PassForm(self.page_tokens, form.pages, spare.page)
+            )
+            return fused_pass(self, hidden, state, rows_B, groups=form.sampling_groups)
         return decode_pass(self, state, rows_B, form=form, spare=spare)
+
+    def stack_weights(self) -> None:
+        """Stack weights for fused kernels, where these compute the model, as `load` does from then on.
+
+        Weights get other memory: it is called before each pass that may be captured, and does nothing after the first.
+        """
+        if self._fused is None and self._fused_sizes is not None:
+            self._fused = FusedDecoder(self._fused_sizes, self._params)
+            self._stacks = True
+
+    @functools.cached_property
+    def _fused_sizes(self) -> StepSizes | None:
+        """Sizes of the model if fused kernels compute passes that only decode."""
+        sizes = self.model.abilities.compiled_step
+        device = self.mesh.device
+        replaced = inspect.unwrap(self._layer or self.model.layer) is not self.model.layer
+        if self.mesh.size("tensor") > 1 or replaced or device.type != "cuda":
+            return None
+        problem = fused_problem(sizes, self._dtype, device, self.page_tokens)
+        if isinstance(sizes, str) or problem is not None:
+            log.info("decoding takes the model's own operators: %s", problem)
+            return None
+        return sizes
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] of the whole vocabulary."""
@@ -209,6 +287,12 @@ class TorchBackend:
         return kernel_for(device, self._dtype, heads.head, self.page_tokens, plain=heads.plain) is not None
 
     @property
+    def mixes(self) -> bool:
+        """True if a pass with prompts may have a static shape: attention takes lengths from the device."""
+        exact = self.mesh.device.type == "cpu" and self._dtype in BITS and kernels_work()
+        return self.lanes == 1 and not self.cell_bytes and (exact or self.by_kernel)
+
+    @property
     def rows_at_once(self) -> int:
         """Bound on the rows whose logits are computed together."""
         return max(1, LOGITS // self.model.config.vocab)
@@ -224,6 +308,18 @@ class TorchBackend:
             parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
+
+
+def adapter_form(adapter: Adapter) -> tuple[float, list[tuple[str, torch.Size]]]:
+    """What passes that were captured with an adapter depend on, beside its numbers."""
+    return adapter.scale, [(name, x.shape) for name, x in trees.named(adapter.factors)]
+
+
+def _copy_into(held: trees.Tree, new: trees.Tree) -> None:
+    """Copy the numbers of tensors into others of the same shapes."""
+    for x, source in zip(trees.leaves(held), trees.leaves(new), strict=True):
+        x.copy_(source)
+    forget(*trees.leaves(held))
 
 
 class PackedBackend:

@@ -117,6 +117,11 @@ class CacheRoom:
         """Measure the free memory again when it is next needed."""
         self._bytes = None
 
+    def takes(self, nbytes: int) -> bool:
+        """True if every rank's device has this much free memory beside the cache. Collective over "tensor"."""
+        lacking = torch.tensor(float(free_bytes(self._mesh) < nbytes), device=self._mesh.device)
+        return not pmax(lacking, self._mesh, "tensor").item()
+
     def most_pages(self) -> int:
         """Bound on the pages, beside one cell of each lane. Collective over "tensor" where the memory is measured."""
         return max(0, (self._room() - self._each.lanes * self._each.cell_bytes) // self._each.page_bytes)

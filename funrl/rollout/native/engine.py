@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.lora import Adapter, scale_of
@@ -30,10 +31,13 @@ from funrl.rollout.native.passes import Backend, run_plan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
-from funrl.rollout.native.static_decode import StaticDecode, static_problem
+from funrl.rollout.native.static_decode import StaticDecode, drafts_problem, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
+PASSES_AHEAD = (
+    4  # passes of static shape that the host begins before it reads the first, where no row needs it meanwhile
+)
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
 log = logging.getLogger(__name__)
 
@@ -135,16 +139,18 @@ class NativeEngine:
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Replace this rank's shards of all weights; see `Engine`.
 
-        Tensors that already have the engine's dtype and device are not copied.
+        Tensors that already have the engine's dtype and device are not copied, unless passes are captured as CUDA
+        graphs: those outlive the load, if there is memory for the new weights beside the old ones and the cache.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._drop_cache()
-        self._backend.drop()
+        static = self._keep_captured()
         self.version = None
-        self._backend.load(shards(self.weights, named_weights))
+        if static is None:
+            self._backend.drop()
+        (static or self._backend).load(shards(self.weights, named_weights))
         self.version = version
         self._sequences.of_version(version)
 
@@ -174,10 +180,11 @@ class NativeEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
         spec = self.adapter_weights(lora)
-        self._drop_cache()
+        static = self._keep_captured()
         known = self.adapters.get(name)
         number = next(self._numbers) if known is None else known.number
-        self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
+        adapter = Adapter(shards(spec, named_weights), scale_of(lora))
+        (static or self._backend).load_adapter(number, adapter)
         self.adapters[name] = LoadedAdapter(number, lora, spec, version)
         self._sequences.of_version(version, number)
 
@@ -251,22 +258,8 @@ class NativeEngine:
         self._make_room()
         if self._scheduler.short_of_pages:  # the choice of rows to preempt depends on what has been sampled
             self._poll()
-        if self._decoded_by_static_pass():
-            return self._sequences.take_ended()
-        if self._sizes.cells:  # a state cannot take back a token behind the end of a sequence
-            self._poll()
-        plan = self._scheduler.plan()
-        if plan is None:
-            self._poll()
-            return self._sequences.take_ended()
-        output = run_plan(self._backend, plan)
-        self._passes += 1
-        self._sequences.sample(self._backend, output, plan.sampling_slots, plan.sources, plan.ahead)
-        self._scheduler.settle()
-        if self._sequences.needs_sync or (self._static is None and self._time_to_poll()):
-            self._poll()
-        elif self._static is not None:
-            self._poll(1)
+        if not self._decoded_by_static_pass():
+            self._run_planned_pass()
         return self._sequences.take_ended()
 
     def unfinished(self) -> int:
@@ -297,7 +290,10 @@ class NativeEngine:
         return self._sequences.take_ended_of(wanted) + done
 
     def pause(self) -> None:
-        """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`."""
+        """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`.
+
+        CUDA graphs hold the addresses of this memory, and are captured anew after `resume`.
+        """
         self._drop_cache()
         self._backend.rest()
         self._room.forget()
@@ -343,7 +339,7 @@ class NativeEngine:
         return sequence
 
     def _decoded_by_static_pass(self) -> bool:
-        """Run a pass of static shape if the next pass only decodes. The host then waits for the previous one only."""
+        """Run a pass of static shape if the next pass only decodes. The host then waits for an earlier one only."""
         slots = None if self._static is None else self._scheduler.only_decoding()
         if self._static is None or slots is None:
             return False
@@ -358,11 +354,37 @@ class NativeEngine:
         self._sequences.append(slots, sampled)
         self._scheduler.decoded(slots)
         self._passes += 1
-        self._poll(1)
+        self._poll(self._unread_passes)
         return True
+
+    def _run_planned_pass(self) -> None:
+        """Plan a pass, which may compute prompts, and run it in static shape if it has one."""
+        if self._sizes.cells:  # a state cannot take back a token behind the end of a sequence
+            self._poll()
+        plan = self._scheduler.plan()
+        if plan is None:
+            self._poll()
+            return
+        self._passes += 1
+        sampled = None if self._static is None else self._static.run_plan(plan, Spare(self._sizes.pages))
+        if sampled is None:
+            output = run_plan(self._backend, plan)
+            self._sequences.sample(self._backend, output, plan.sampling_slots, plan.sources, plan.ahead)
+        else:
+            self._sequences.append(plan.sampling_slots, sampled)
+        self._scheduler.settle()
+        if self._static is not None and not self._sequences.needs_sync:
+            self._poll(self._unread_passes)
+        elif self._sequences.needs_sync or self._time_to_poll():
+            self._poll()
 
     def _time_to_poll(self) -> bool:
         return self._passes % self._poll_every == 0 or self._sequences.any_at_limit
+
+    @property
+    def _unread_passes(self) -> int:
+        """Number of the latest passes of static shape whose tokens the host need not read yet."""
+        return PASSES_AHEAD if self._scheduler.steady(PASSES_AHEAD) else 1
 
     def _poll(self, *keep: int) -> None:
         """Poll all but the last `keep` passes, and release the pages and rows of ended requests."""
@@ -381,6 +403,21 @@ class NativeEngine:
         self._sizes = sizes
         self._backend.resize(*sizes)
         self._scheduler.resize(*sizes)
+
+    def _keep_captured(self) -> StaticDecode | None:
+        """Preempt all requests before new weights come, and forget what the cache holds.
+
+        Returns: the passes of static shape if some are captured and stay so, and with them the cache's memory; else
+          None, and this memory is free.
+        """
+        static = self._static
+        if static is None or not static.captured or not self._room.takes(trees.nbytes(static.weights)):
+            self._drop_cache()
+            return None
+        self._poll()
+        self._scheduler.restart()
+        self._scheduler.resize(*self._sizes)
+        return static
 
     def _drop_cache(self) -> None:
         """Preempt all requests and free the memory of keys and values."""
@@ -412,7 +449,8 @@ def native_engine(
       note: receives the reason why the compiled decoding step is not used.
 
     Raises:
-      ModelError: the model has a value head instead of an unembedding, or keeps states that an option cannot go with.
+      ModelError: the model has a value head instead of an unembedding, or keeps states that an option cannot go with;
+        or there are drafts of several rows on a GPU.
     """
     if not model.generates:
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
@@ -422,6 +460,11 @@ def native_engine(
     for name, reason in options_without_states(model).items():
         if given := getattr(options, name):
             raise ModelError(f"{name} is {getattr(given, '__name__', given)}: {reason}; leave it out")
+    if options.speculate and (problem := drafts_problem(mesh.device.type, options.max_rows)):
+        raise ModelError(
+            f"speculate is {options.speculate} and max_rows {options.max_rows}: {problem}; leave speculate out, or let "
+            "max_rows be 1"
+        )
     backend = backend_of(model, mesh, dtype, options, layer=layer, note=note)
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None

@@ -49,6 +49,7 @@ class PassPlan(NamedTuple):
 
     Attributes:
       work: work of the backend.
+      slots: slot of each of its sequences.
       sampling_slots: slots that sample a token, once for each token.
       sources: row of the backend's output for each of them.
       ahead: drafted tokens of the slot before each of them; None without drafts.
@@ -57,11 +58,17 @@ class PassPlan(NamedTuple):
     """
 
     work: PassWork
+    slots: np.ndarray
     sampling_slots: np.ndarray
     sources: np.ndarray
     ahead: np.ndarray | None
     copies: Sequence[tuple[int, int]]
     cell_copies: CellCopies
+
+    @property
+    def plain(self) -> bool:
+        """True if it has neither drafts nor cells, and no prompt owns values."""
+        return self.ahead is None and self.work.cells is None and self.work.requests is None
 
 
 class Backend(Protocol):

@@ -135,6 +135,12 @@ class Scheduler:
             self._give(sequence, self.pool.of(sequence).take(1))
         return slots[~self._sequences.full(slots)]
 
+    def steady(self, passes: int) -> bool:
+        """True if no request waits, and no running one reaches its limit or the end of its pages within some passes."""
+        slots = self._slots()
+        left = np.minimum(self._sequences.left(slots), self._owned[slots] * self._page - self._known[slots])
+        return not self._waiting and bool((left > passes).all())
+
     def decoded(self, slots: np.ndarray) -> None:
         """Record that a pass has computed one token of each of some slots."""
         self._known[slots] += 1
@@ -150,6 +156,10 @@ class Scheduler:
     def most_pages_of(self, slots: np.ndarray) -> int:
         """Largest number of pages that one of some slots may need in the end."""
         return int(self._most[slots].max(initial=1))
+
+    def page_at(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Page that holds the token at each of some positions, in the sequences of their slots."""
+        return self._table[slots, positions // self._page].astype(np.int64)
 
     def table_of(self, slots: np.ndarray, pages: int) -> np.ndarray:
         """First pages of some slots, [slots, pages] int32. Entries after a slot's last page are arbitrary."""
@@ -200,7 +210,7 @@ class Scheduler:
         work = PassWork(*given, adapters=adapters, cells=self.cells.of_slots(slots), requests=owners)
         ahead = ahead if drafts.any() else None
         cell_copies = self.cells.take_copies()
-        return PassPlan(work, sampling_slots, sources, ahead=ahead, copies=copies, cell_copies=cell_copies)
+        return PassPlan(work, slots, sampling_slots, sources, ahead=ahead, copies=copies, cell_copies=cell_copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Fork the siblings of sampling requests; returns (slot of a sibling, index of its first sample) pairs."""

@@ -155,9 +155,13 @@ class RunningSequences:
         held = [self._by_slot[slot] for slot in slots.tolist()] if self._owns else []
         return [x.request if x is not None and x.request.owned is not None else None for x in held] or None
 
+    def left(self, slots: np.ndarray) -> np.ndarray:
+        """Number of tokens that the sequence of each slot lacks of its limit."""
+        return self._limits[slots] - self.lengths[slots]
+
     def full(self, slots: np.ndarray) -> np.ndarray:
         """True for slots whose sequence has reached its limit of tokens."""
-        return self.lengths[slots] >= self._limits[slots]
+        return self.left(slots) <= 0
 
     def sampling_groups_of(self, slots: np.ndarray) -> tuple[tuple[int, Sampling], ...]:
         """The sampling groups of some slots: (number, parameters) pairs."""

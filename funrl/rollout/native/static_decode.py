@@ -1,30 +1,58 @@
-"""Host side of decoding by passes of static shape: copies what has changed since the last pass to the device.
+"""Host side of passes of static shape: copies what has changed since the last pass to the device.
 
 A pass takes a constant number of calls for any number of sequences: all changes (new or ended sequences, new pages) are
-copied together. Sampled tokens are read one pass later.
+copied together. Sampled tokens are read a pass later or more. A pass that computes prompts too is padded to one of a
+few numbers of tokens.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
+from funrl.models.lora import Adapter
 from funrl.models.model import Model
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.captured import CapturedFunctions
-from funrl.rollout.native.device.decode_state import STOP, DecodeForm, DecodeState, Spare, empty_state
+from funrl.rollout.native.device.decode_state import (
+    STOP,
+    DecodeForm,
+    DecodeState,
+    MixedInputs,
+    Spare,
+    empty_state,
+    mixed_pass,
+)
 from funrl.rollout.native.device.host_copy import HostCopy, device_copy
-from funrl.rollout.native.passes import Backend
+from funrl.rollout.native.device.row_sampler import SamplingGroups
+from funrl.rollout.native.passes import Backend, PassPlan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
 from funrl.rollout.sampling_parameters import Sampling
 
 MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
+MIXED_TOKENS = (256, 512, 768, 1024, 1536, 2048)  # new tokens that a pass with prompts is padded to
+ROW_STEPS = ((8, 64), (16, 256), (32, 512))  # above 8: (step, largest number of rows that it is for)
+
+
+class _MixedBuffer(NamedTuple):
+    """Inputs of passes with prompts, at addresses that stay the same.
+
+    Attributes:
+      numbers: all of them except the tokens, one after the other.
+      inputs: views of it, and the tokens.
+    """
+
+    numbers: Tensor
+    inputs: MixedInputs
 
 
 class StaticDecode:
-    """Passes that only decode."""
+    """Passes of static shape: those that only decode, and those that compute few tokens of prompts beside it."""
 
     def __init__(self, backend: TorchBackend, sequences: RunningSequences, scheduler: Scheduler):
         """Begin without captured passes.
@@ -42,21 +70,42 @@ class StaticDecode:
         self._graphs = CapturedFunctions(backend.mesh)
         self._state = None
         self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # by number of rows: slots on the device and on the host
+        self._mixed: dict[tuple[int, int], _MixedBuffer] = {}  # by numbers of tokens and rows
         # What the device has of each slot: serial of its holder, length, number of pages.
         self._serials, self._lengths, self._owned = (np.full(slots, NO_HOLDER) for _ in range(3))
+
+    @property
+    def captured(self) -> int:
+        """Number of captured passes."""
+        return self._graphs.captured
+
+    @property
+    def weights(self) -> trees.Tree:
+        """The weights that passes compute with."""
+        return dict(self._backend.held())
 
     def drop(self) -> None:
         """Forget what depends on the addresses of weights and cache."""
         self._graphs.drop()
         self._serials[:] = NO_HOLDER
 
-    def sampling_groups(self, slots: np.ndarray) -> tuple[tuple[int, Sampling], ...] | None:
+    def load(self, params: trees.Tree) -> None:
+        """Replace the weights; captured passes stay if the new ones fit into the memory of those before."""
+        if not self._backend.overwrite(params):
+            self.drop()
+
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Replace the factors of an adapter likewise."""
+        if not self._backend.overwrite_adapter(number, adapter):
+            self.drop()
+
+    def sampling_groups(self, slots: np.ndarray) -> SamplingGroups | None:
         """The sampling groups of `slots`; None: one pass of static shape cannot sample them."""
         groups = self._sequences.sampling_groups_of(slots)
         penalised = any(sampling.repetition_penalty != 1 for _, sampling in groups)
         return None if penalised or len(groups) > MAX_SAMPLING_GROUPS else groups
 
-    def run(self, slots: np.ndarray, groups: tuple[tuple[int, Sampling], ...], spare: Spare) -> HostCopy:
+    def run(self, slots: np.ndarray, groups: SamplingGroups, spare: Spare) -> HostCopy:
         """Sample the next token of each of `slots`, which have pages for their last tokens.
 
         Args:
@@ -65,13 +114,84 @@ class StaticDecode:
           spare: unused part of the cache.
         """
         state = self._updated(slots)
-        rows = bucket(len(slots), len(self._lengths) - 1)
-        adapters = tuple(np.unique(self._scheduler.adapters_of(slots)).tolist())
-        form = DecodeForm(rows, self._read_pages(slots), groups, adapters)
-        rows_B = self._rows_of(slots, rows)
+        form = self._form(slots, row_bucket(len(slots), len(self._lengths) - 1), groups)
+        rows_B = self._rows_of(slots, form.rows)
         sampled = self._graphs.run(form, lambda: self._backend.decode(state, rows_B, form, spare))
         self._lengths[slots] += 1
         return HostCopy(sampled)
+
+    def run_plan(self, plan: PassPlan, spare: Spare) -> HostCopy | None:
+        """Run a planned pass that also computes prompts; None: it has no static shape, and has not been run.
+
+        Pages are copied behind the captured pass: padded to a constant number, they would take longer than the pass.
+
+        Args:
+          plan: of the scheduler, which has recorded it.
+          spare: unused part of the cache, whose page padding writes to.
+        """
+        groups = self.sampling_groups(plan.sampling_slots) if plan.plain and self._backend.mixes else None
+        count = len(plan.work.tokens_N)
+        if not groups or count > MIXED_TOKENS[-1]:  # a pass that samples nothing has a part of a long prompt alone
+            return None
+        if count == len(plan.slots) == len(plan.sampling_slots):  # each samples after one token
+            return self.run(plan.slots, groups, spare)
+        slots = np.union1d(plan.slots, plan.sampling_slots)
+        state = self._updated(slots)
+        rows = row_bucket(max(len(plan.slots), len(plan.sampling_slots)), len(self._lengths) - 1)
+        tokens = next(tokens for tokens in MIXED_TOKENS if tokens >= count)
+        self._backend.stack_weights()
+        form = self._form(slots, rows, groups)._replace(tokens=tokens)
+        state.table_SP[-1].fill_(spare.page)
+        inputs = self._mixed_inputs(plan, form, spare)
+        sampled = self._graphs.run(form, lambda: mixed_pass(self._backend, state, inputs, form))
+        if plan.copies:
+            self._backend.copy_pages(*zip(*plan.copies, strict=True))
+        self._lengths[plan.sampling_slots] += 1
+        return HostCopy(sampled)
+
+    def _form(self, slots: np.ndarray, rows: int, groups: SamplingGroups) -> DecodeForm:
+        """Constants of a pass that only decodes, and reads the pages of some slots."""
+        adapters = tuple(np.unique(self._scheduler.adapters_of(slots)).tolist())
+        return DecodeForm(rows, self._read_pages(slots), groups, adapters)
+
+    def _mixed_inputs(self, plan: PassPlan, form: DecodeForm, spare: Spare) -> MixedInputs:
+        """Inputs of a pass on the device, padded. Padding tokens are in sequences of a page's length at most."""
+        page = self._backend.page_tokens
+        spare_slot = len(self._lengths) - 1
+        work = plan.work
+        count = len(work.tokens_N)
+        sequences = form.rows + -(-form.tokens // page)
+        whole, rest = divmod(form.tokens - count, page)
+        padding = [page] * whole + [rest] * (rest > 0)
+
+        def of_sequences(numbers: np.ndarray, padding: list[int], filling: int) -> np.ndarray:
+            numbers = np.concatenate([numbers, np.array(padding, dtype=np.int64)])
+            return np.pad(numbers, (0, sequences - len(numbers)), constant_values=filling)
+
+        counts_S = of_sequences(np.asarray(work.counts), padding, 0)
+        ends_S = of_sequences(np.asarray(work.ends), padding, 1)
+        slots_S = of_sequences(plan.slots, [], spare_slot)
+        offsets_S1 = np.append(0, np.cumsum(counts_S))
+        sequence_N = np.repeat(np.arange(sequences), counts_S)
+        positions_N = np.arange(form.tokens) + (ends_S - offsets_S1[1:])[sequence_N]
+        pages_N = self._scheduler.page_at(slots_S[sequence_N[:count]], positions_N[:count])
+        pages_N = np.pad(pages_N, (0, form.tokens - count), constant_values=spare.page)
+        adapters_N = self._scheduler.adapters_of(slots_S)[sequence_N]
+        adapters_N[count:] = form.adapters[0]
+        rows = form.rows - len(plan.sampling_slots)
+        sampled_R = np.pad(np.asarray(work.sampled_positions)[plan.sources], (0, rows))
+        slots_R = np.pad(plan.sampling_slots, (0, rows), constant_values=spare_slot)
+        given = (pages_N * page + positions_N % page, positions_N, adapters_N)
+        parts = (*given, slots_S, offsets_S1, ends_S, sampled_R, slots_R)
+        key = form.tokens, form.rows
+        if key not in self._mixed:
+            numbers = torch.zeros(sum(map(len, parts)), dtype=torch.int64, device=self._device)
+            tokens_N = torch.zeros(form.tokens, dtype=torch.int64, device=self._device)
+            self._mixed[key] = _MixedBuffer(numbers, MixedInputs(tokens_N, *numbers.split([len(x) for x in parts])))
+        buffer = self._mixed[key]
+        buffer.numbers.copy_(device_copy(np.concatenate(parts), self._device))
+        buffer.inputs.tokens_N[:count].copy_(work.tokens_N)
+        return buffer.inputs
 
     def _updated(self, slots: np.ndarray) -> DecodeState:
         """Bring the state up to date for some slots."""
@@ -119,6 +239,12 @@ class StaticDecode:
         return device_B
 
 
+def row_bucket(count: int, most: int) -> int:
+    """Number of rows that a pass of `count` rows is padded to: 1, 2, 4, 8, then by steps that grow, at most `most`."""
+    step = next((step for step, largest in ROW_STEPS if count <= largest), ROW_STEPS[-1][0])
+    return min(bucket(count) if count <= ROW_STEPS[0][0] else -(-count // step) * step, most)
+
+
 def bucket(count: int, most: int | None = None) -> int:
     """The next power of two, at most `most`: few different sizes occur."""
     size = 1 << max(0, count - 1).bit_length()
@@ -134,3 +260,13 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
     if model.owned is not None:
         return "prompts may own pictures, whose positions are made on the host"
     return None
+
+
+def drafts_problem(device: str, max_rows: int) -> str | None:
+    """Reason why an engine may not draft; None: it may."""
+    if device == "cpu" or max_rows == 1:
+        return None
+    return (
+        f"drafts are made on the host, so that no pass on {device} is a CUDA graph, and several rows lose more time by "
+        "that than drafts save"
+    )

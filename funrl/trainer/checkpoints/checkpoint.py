@@ -275,7 +275,7 @@ def _check_names(record: Recorded, wanted: set[str]) -> None:
     """Raise CheckpointError where a checkpoint has other leaves than a state."""
     missing = sorted(wanted - set(record.arrays))
     unknown = sorted(set(record.arrays) - wanted)
-    if "source/begun/paused" in unknown:
+    if any(name.startswith(("source/begun/paused", "source/begun/columns/")) for name in unknown):
         raise CheckpointError(
             f"{record.path}: it has unfinished completions of --new_tokens_per_step in the form of an earlier version "
             "of funrl, which this one cannot continue; end the run with the version that wrote it"

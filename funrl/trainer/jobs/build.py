@@ -31,7 +31,7 @@ from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.engines import judging_mesh, policy_generator, with_agents
-from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions, scoring_pools
+from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
 from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.models import base_role, companion_of
 from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
@@ -40,7 +40,7 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
-from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer, role_pool
+from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
 from funrl.trainer.steps.roles import Role, RoleState, State, bases, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.sync import earlier_self
@@ -110,7 +110,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
-    scorers, rewards = ({}, {}) if generator is None else _models_on_other_ranks(job, mesh, generator.mesh, placed)
+    scorers, rewards = ({}, {}) if generator is None else _models_on_other_ranks(job, mesh, placed)
     parts = Parts(
         mesh=mesh,
         begin=begin,
@@ -125,28 +125,25 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
 
 
 def _models_on_other_ranks(
-    job: Job, training: Mesh, generating: Mesh, placed: Callable[[str, Model, Mesh], Placed]
+    job: Job, training: Mesh, placed: Callable[[str, Model, Mesh], Placed]
 ) -> tuple[dict[str, RemoteScorer], dict[str, RemoteRewards]]:
-    """Roles that trainer ranks ask for fields of tokens, and models that this rank asks for rewards, by name.
+    """Roles that trainer ranks ask for fields of tokens, and models that they ask for rewards, by name.
 
-    Generator ranks ask for rewards of held-out completions, trainer ranks for those of a batch. Every rank of these
-    pools calls it.
+    Trainer and generator ranks call it.
 
     Args:
-      training, generating: meshes of the trainer ranks, and of generator ranks.
+      training: mesh of the trainer ranks.
       placed: (name, model, mesh) -> the model of a role on that mesh.
     """
     scorers = {}
     rewarding = {}
-    asking = (generating, "generate") if generating.here else (training, "train")
-    for name, pool in scoring_pools(job).items():
+    for name, pool in (job.placement.scoring if job.placement else {}).items():
         own = submesh(training, pool.sizes, pool.ranks)
-        if not rewards_completions(job, name):
-            if training.here:
-                role = _role(job, name, {name: placed(name, job.models[name], own)})
-                scorers[name] = RemoteScorer(name, role, training, scoring_budget(job.settings))
-        elif not own.here:
-            rewarding[name] = RemoteRewards(name, own, asking[0], role_pool(name, asking[1]))
+        if training.here and rewards_completions(job, name):
+            rewarding[name] = RemoteRewards(name, own, training)
+        elif training.here:
+            role = _role(job, name, {name: placed(name, job.models[name], own)})
+            scorers[name] = RemoteScorer(name, role, training, scoring_budget(job.settings))
     return scorers, rewarding
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from funrl.algos.checking import Available, check
 from funrl.algos.core import Algorithm, Divergence
 from funrl.algos.reading import reads
-from funrl.asynchrony.behaviour import StaleLossError, check_behaviour
+from funrl.asynchrony.behaviour import check_behaviour
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
-from funrl.models import Model
+from funrl.models import Model, ModelConfig
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
@@ -24,17 +24,11 @@ from funrl.trainer.jobs.sharding import (
     generate_sizes,
     learns_sharded,
 )
-from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
+from funrl.trainer.settings.declaration import SettingsError, blaming, parts, refusing, run_kind
 from funrl.trainer.settings.scorers import JUDGE, NOTHING_GIVEN, Given, environment_flag, has_environment, scorers_of
-from funrl.trainer.settings.settings import Settings, flag_value, is_given, settings_flags
+from funrl.trainer.settings.settings import Settings, check_needs, flag_value, is_given
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
-
-MISSING = {  # of a role, a field or a part that a flag needs (`Flag.needs`): ending of "the algorithm has no ..."
-    **{name: kind.messages.missing for name, kind in ROLES.items()},
-    "teacher_topk": ": it reads no probable tokens of the teacher, as distillation --kind=forward does",
-    "filter": ", which dapo has, so every batch is taken as it is sampled",
-}
 
 
 def check_algorithm(
@@ -57,10 +51,8 @@ def check_algorithm(
         missing = [name for name in _roles_without_model(algorithm, settings) if name in str(error)]
         advice = f"; give --{algorithm.role_kinds[missing[0]].flag}=DIR" if missing else ""
         raise SettingsError(f"{error}{advice}") from error
-    _check_needs(algorithm, settings)
+    check_needs(settings, **_parts_of(algorithm, settings))
     _check_roles(algorithm)
-    if is_given(settings, "grad_reduce_dtype") and not learns_sharded(settings, algorithm.losses):
-        raise settings.refusal("{grad_reduce_dtype} does nothing: {fsdp_models} shards no learning model; leave it out")
     _check_staleness(algorithm, settings)
     check_scoring_pools(algorithm, settings)
 
@@ -83,10 +75,8 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
             "batch, and replaced ones are not; give --max_refills=1, with which a batch has fewer prompts where a "
             "filter drops some"
         )
-    try:
+    with refusing():
         check_behaviour(algorithm, staleness)
-    except StaleLossError as error:
-        raise SettingsError(str(error)) from error
 
 
 def filters_rows(algorithm: Algorithm, settings: Settings) -> bool:
@@ -98,16 +88,19 @@ def _check_episodes(algorithm: Algorithm, settings: Settings, given: Given) -> N
     """Refuse an environment with an algorithm that cannot learn from rows of episodes. Raises: SettingsError."""
     if run_kind(algorithm, settings.examples.data) != "rl" or not has_environment(settings, given):
         return
+    problem = ""
     if algorithm.example in SAMPLED_PAIRS:
-        raise SettingsError(
-            f"{environment_flag(settings, given)}: the algorithm compares two completions of a prompt, and an episode "
-            "may have several rows and agents; leave the environment out, or compare groups, as grpo does"
+        problem = (
+            "the algorithm compares two completions of a prompt, and an episode may have several rows and agents; "
+            "leave the environment out, or compare groups, as grpo does"
         )
-    if "scores" in reads(algorithm).required:
-        raise SettingsError(
-            f"{environment_flag(settings, given)}: the algorithm reads the scores of several reward functions, and an "
-            "environment gives one reward; leave the environment out, or give its sum to grpo"
+    elif "scores" in reads(algorithm).required:
+        problem = (
+            "the algorithm reads the scores of several reward functions, and an environment gives one reward; leave "
+            "the environment out, or give its sum to grpo"
         )
+    if problem:
+        raise SettingsError(f"{environment_flag(settings, given)}: {problem}")
 
 
 def _check_roles(algorithm: Algorithm) -> None:
@@ -135,16 +128,12 @@ def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
     ]
 
 
-def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
-    """Refuse flags of a role, a field or a filter that a run of the algorithm does not have. Raises: SettingsError."""
-    read = reads(algorithm)
-    filters = ["filter"] * filters_rows(algorithm, settings)
-    parts_of_run = {*role_names(algorithm), *fields_read(algorithm), *read.optional, *filters}
-    for name, flag in settings_flags().items():
-        value = flag_value(settings, name)
-        if flag.needs and value not in (flag.default, flag.without) and flag.needs not in parts_of_run:
-            problem = f"the algorithm has no {flag.needs}{MISSING[flag.needs]}"
-            raise settings.refusal(f"{{{name}}} does nothing: {problem}; leave it out")
+def _parts_of(algorithm: Algorithm, settings: Settings) -> dict[str, bool]:
+    """Roles, fields and further parts that flags may need, of `PARTS_NEEDED`, each with whether an algorithm has it."""
+    present = {*role_names(algorithm), *fields_read(algorithm), *reads(algorithm).optional}
+    parts_of_run = {name: name in present for name in (*ROLES, "teacher_topk")}
+    sharded = learns_sharded(settings, algorithm.losses)
+    return parts_of_run | {"filter": filters_rows(algorithm, settings), "trained_shards": sharded}
 
 
 def provided(
@@ -258,9 +247,8 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
       SettingsError: naming the flag.
     """
     seeing = [name for name, model in models.items() if model.owned is not None]
+    check_needs(settings, pictures=seeing)
     if not seeing:
-        if is_given(settings, "max_pixels"):
-            raise settings.refusal("{max_pixels}: the model reads text only; leave it out")
         return
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:
@@ -311,23 +299,25 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory:
     Raises:
       SettingsError: one is beyond it, and the way out.
     """
-    config = model.config
+    if problem := next(_tokens_beyond(task, tokenizer, model.config), None):
+        raise SettingsError(f"{problem}{_way_out(model, directory)}")
+
+
+def _tokens_beyond(task: Task | Texts, tokenizer: Any, config: ModelConfig) -> Iterator[str]:
+    """The token ids in use beyond a vocabulary, each as the beginning of a message."""
     ends = [("eos_token_id of config.json", token) for token in config.special_tokens.eos]
     ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
-    for name, token in ends:
-        if token is not None and token >= config.vocab:
-            raise SettingsError(f"the {name} is {token}{_beyond(model, directory)}")
+    yield from (f"the {name} is {token}" for name, token in ends if token is not None and token >= config.vocab)
     if max(tokenizer.get_vocab().values(), default=0) < config.vocab:
         return
     examples = (*task.prompts, *task.heldout) if isinstance(task, Task) else (*task.examples, *task.heldout)
     for example in examples:
         texts = [example] if isinstance(example, Example) else example.texts
         for token in (token for text in texts for token in text.tokens if token >= config.vocab):
-            name = tokenizer.convert_ids_to_tokens(token)
-            raise SettingsError(f"the tokenizer makes token {token} ({name!r}) of a text{_beyond(model, directory)}")
+            yield f"the tokenizer makes token {token} ({tokenizer.convert_ids_to_tokens(token)!r}) of a text"
 
 
-def _beyond(model: Model, directory: str | None) -> str:
+def _way_out(model: Model, directory: str | None) -> str:
     own = model.abilities.code or directory is not None
     rows = "with transformers' resize_token_embeddings and save the model" if own else "with --resize_vocab"
     which = "the model" if directory is None else directory

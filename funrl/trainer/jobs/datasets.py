@@ -56,15 +56,15 @@ from funrl.tasks.embedded import embedded_task, is_embedded_reward
 from funrl.tasks.task import RIGHT_ANSWER
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.settings.checks import (
+    check_data,
     check_rewards,
     data_files,
     names_of_fields,
-    refuse_idle_data,
     weights_of_rewards,
 )
-from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import Given, environment_flag, new_tokens_of, scorers_of
-from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
+from funrl.trainer.settings.declaration import SettingsError, blaming, refusing
+from funrl.trainer.settings.scorers import Given, environment_flag, new_tokens_of
+from funrl.trainer.settings.settings import Settings, check_needs, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
 
 TEXTS = 4096  # made of the embedded task
@@ -95,19 +95,13 @@ def prompts_of(settings: Settings, tokenizer: TextTokenizer, given: Given, rewar
     Raises:
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
-    if given.records is None and given.rewards is None:
-        check_rewards(settings, rewarded, given)
-    functions = settings.rewards.reward is not None or given.rewards is not None
+    check_rewards(settings, rewarded, given)
     environment = given_environment(settings, given)
     records = given.records
     if settings.examples.prompts is None and records is None and environment is not None:
         records = prompts_of_environment(environment, settings, given)
     if settings.examples.prompts is None and records is None:
-        if functions:
-            raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if rewarded and environment is None and not functions and not scorers_of(settings):
-        raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     form = format_of(settings, names_of_fields(settings))
     train = examples = prompt_examples(settings, "prompts", records, form, tokenizer)
     heldout = eval_prompts(settings, given, form, tokenizer)
@@ -133,10 +127,8 @@ def given_environment(settings: Settings, given: Given) -> Environment | None:
     env = settings.environments.env
     if given.environment is None:
         return None if env is None else named_environment(env, arguments)
-    try:
+    with refusing(f"env={given.environment!r:.100}: ", TypeError, ValueError):
         return environment_from(given.environment, arguments)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"env={given.environment!r:.100}: {error}") from error
 
 
 def prompts_of_environment(
@@ -195,7 +187,7 @@ def rewarded_task(
     sources = [example.source for example in (*train, *heldout)]
     for reward in rewards:
         check_fields(settings.rewards.reward or function_name(reward), reward, fields, sources)
-    check_workers(settings, rewards)
+    check_needs(settings, reward_worker=has_workers(settings, rewards))
     weights = weights_of_rewards(settings, len(rewards))
     return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=new_tokens_of(settings, given=True))
 
@@ -212,7 +204,7 @@ def embedded_prompts(settings: Settings, tokenizer: TextTokenizer) -> Task:
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     environment = None if embedded.environment is None else in_workers(embedded.environment(), settings)
     rewards = () if embedded.reward is None else (embedded.reward,)
-    check_workers(settings, rewards)
+    check_needs(settings, reward_worker=has_workers(settings, rewards))
     weights = (1.0,) if environment is not None else weights_of_rewards(settings, len(rewards))
     return Task(
         embedded.name,
@@ -270,14 +262,6 @@ def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -
     return sys.platform == "linux" and any(not is_embedded_reward(reward) for reward in rewards)
 
 
-def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> None:
-    """Raise SettingsError where a flag of reward workers would do nothing."""
-    if settings.rewards.reward_workers and not rewards:
-        raise settings.refusal("{reward_workers}: there is no --reward that they could run")
-    if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
-        raise settings.refusal("{reward_timeout}: only a worker's reward can be ended; give --reward_workers=1 or more")
-
-
 def texts_of(settings: Settings, kind: str, tokenizer: TextTokenizer, config: ModelConfig, given: Given) -> Texts:
     """The texts that are given or that the flags name, or those made of the embedded task.
 
@@ -288,12 +272,11 @@ def texts_of(settings: Settings, kind: str, tokenizer: TextTokenizer, config: Mo
     Raises:
       SettingsError, DataError: the first thing that cannot work.
     """
-    if settings.formatting.step_separator is not None and kind != "steps":
-        raise settings.refusal("{step_separator}: {kind} have no steps; leave it out", kind=kind)
+    check_needs(settings, step_scores=kind == "steps")
     reason = f"the model has {config.max_positions} positions"
     most, reason, idle = token_limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
     if settings.examples.data is None and given.records is None:
-        refuse_idle_data(settings)
+        check_data(settings)
         texts = embedded_texts(settings, kind, tokenizer)._replace(remarks=idle)
         return _fitting(texts, most, settings.examples.long_prompts, reason, tokenizer)
     examples, odd = _text_examples(settings, "data", kind, tokenizer, given.records)
@@ -480,31 +463,24 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
       SettingsError: the file cannot be read, or there is no template where one is needed.
     """
     given = settings.formatting.chat_template
-    if given is None and tokenizer.chat_template is None:
-        for name in (name for name in CHAT_FLAGS if flag_value(settings, name)):
-            raise settings.refusal(f"{{{name}}}: the tokenizer has no chat template; give --chat_template=FILE.jinja")
     if given is not None and given != OWN:
         tokenizer = copy.copy(tokenizer)
         with blaming("chat_template"):
             tokenizer.chat_template = text_of_flag(given)
-    if given == OWN and tokenizer.chat_template is None:
-        raise SettingsError("--chat_template=own: the model's tokenizer has none; give a FILE.jinja")
-    if settings.formatting.tools is not None:
-        _check_tools_shown(tokenizer, settings.formatting.tools)
+    shows = tokenizer.chat_template is not None
+    check_needs(settings, chat_template=shows, tool_texts=shows and _shows_tools(tokenizer, settings.formatting.tools))
     return tokenizer
 
 
-def _check_tools_shown(tokenizer: TextTokenizer, file: str) -> None:
-    """Raise SettingsError where the tools of a file cannot be read, or the chat template shows none of them."""
+def _shows_tools(tokenizer: TextTokenizer, file: str | None) -> bool:
+    """True if the chat template shows the tools of a file, or fails. Raises: SettingsError, they cannot be read."""
     with blaming("tools"):
-        tools = read_tools(file)
+        tools = () if file is None else read_tools(file)
     conversation = [{"role": "user", "content": "?"}]
     try:
-        shown = chat_text(tokenizer, conversation, tools) != chat_text(tokenizer, conversation)
+        return chat_text(tokenizer, conversation, tools) != chat_text(tokenizer, conversation)
     except Exception:  # templates may raise anything, and are asked again with the prompts
-        return
-    if not shown:
-        raise SettingsError(f"--tools={file} does nothing: the chat template shows no tools; leave it out")
+        return True
 
 
 def prompt_examples(

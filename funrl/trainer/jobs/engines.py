@@ -25,6 +25,7 @@ from funrl.rollout.hf_engine import hf_engine, hf_weights
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
+from funrl.rollout.native.static_decode import drafts_problem
 from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
@@ -36,7 +37,7 @@ from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import driven_generate_sizes
 from funrl.trainer.lowered.backend import make_engine_backend
-from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.declaration import SettingsError, parts, refusing
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, given_flag
 from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
@@ -124,6 +125,15 @@ def _make_hf(job: Job, place: EnginePlace) -> Engine:
     return hf_engine(place.model, place.mesh, job.dtype)
 
 
+def _check_native(settings: Settings, model: Model, mesh: Mesh) -> None:
+    engines = settings.engines
+    problem = drafts_problem(mesh.device.type, engines.decode_rows)
+    if engines.speculate and problem is not None:
+        raise settings.refusal(
+            "{speculate} with {decode_rows}: {problem}; leave it out, or let --decode_rows be 1", problem=problem
+        )
+
+
 def _check_vllm(settings: Settings, model: Model, mesh: Mesh) -> None:
     dtype = TORCH_DTYPES[settings.models.dtype]
     check_vllm(model, mesh.device.type, dtype, mesh.size("tensor"), cache_bytes(settings))
@@ -135,7 +145,7 @@ def _check_hf(settings: Settings, model: Model, mesh: Mesh) -> None:
 
 
 MAKERS = {  # by the value of --engine; their abilities are in `engine_abilities.ENGINES`
-    "native": EngineMaker(_make_native, native_weights),
+    "native": EngineMaker(_make_native, native_weights, _check_native),
     "vllm": EngineMaker(_make_vllm, vllm_weights, _check_vllm),
     "vllm_server": EngineMaker(_make_vllm_client, vllm_weights),  # a server says what it cannot do on its own device
     "hf": EngineMaker(_make_hf, hf_weights, _check_hf),
@@ -175,10 +185,8 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
             f"{engine}: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; leave it "
             "out (--repetition_penalty, --eval_repetition_penalty), or use --engine=native"
         )
-    try:
+    with refusing(f"{engine}: ", ModelError, ImportError):
         MAKERS[settings.engines.engine].check(settings, model, mesh)
-    except (ModelError, ImportError) as error:
-        raise SettingsError(f"{engine}: {error}") from error
 
 
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:

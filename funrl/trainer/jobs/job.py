@@ -14,7 +14,7 @@ from funrl.data.prompts import Example
 from funrl.environments.agents import AgentMap
 from funrl.environments.environment import Environment
 from funrl.mesh.launch import device_type
-from funrl.mesh.pools.placement import Placement, RankPool
+from funrl.mesh.pools.placement import Placement
 from funrl.models import Model
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
@@ -270,18 +270,6 @@ Job = RLJob | TextJob
 def rewards_completions(job: Job, name: str) -> bool:
     """True of a judge, and of a role that reads completions before there are scores."""
     return name == JUDGE or job.kind_of_role(name).scores_completions
-
-
-def scoring_pools(job: Job) -> dict[str, RankPool]:
-    """The ranks of each role, or judge, that ranks of another pool ask, in the order of the pools' numbers.
-
-    Models that reward completions and have no ranks of their own are on trainer ranks.
-    """
-    placement = job.placement
-    if placement is None:
-        return {}
-    own = dict(placement.scoring)
-    return own | {name: placement.train for name in scorers_of(job.settings) if name not in own}
 
 
 def needs_old_scores(job: Job) -> bool:

@@ -21,7 +21,7 @@ from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype
-from funrl.trainer.settings.declaration import SettingsError, blaming
+from funrl.trainer.settings.declaration import SettingsError, blaming, refusing
 from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
@@ -167,17 +167,17 @@ def stored_model_of(
       SettingsError: it does not fit.
     """
     origin = kind.origin(path, name)
-    try:
+    with refusing(f"--{kind.flag}: " if kind.flag else f"{origin}: "):
         model = read(path, settings.models.model_code)
-    except ValueError as error:
-        raise SettingsError(f"{f'--{kind.flag}' if kind.flag else origin}: {error}") from error
+    problem = ""
+    shared = None if kind.scores_completions else tokenizer  # completions may be read in other tokens
     if (model.value is None) == kind.value_head:
         trains = f", which `funrl {kind.flag}` trains" if kind.flag else ""
-        head = f"value head{trains}" if kind.value_head else "unembedding"
-        raise SettingsError(f"{origin}: this model has no {head}")
-    shared = None if kind.scores_completions else tokenizer  # completions may be read in other tokens
-    if shared is not None and load_tokenizer(path).get_vocab() != shared.get_vocab():
-        raise SettingsError(f"{origin}: its tokenizer is not the policy's; tokens would not match")
+        problem = f"this model has no {f'value head{trains}' if kind.value_head else 'unembedding'}"
+    elif shared is not None and load_tokenizer(path).get_vocab() != shared.get_vocab():
+        problem = "its tokenizer is not the policy's; tokens would not match"
+    if problem:
+        raise SettingsError(f"{origin}: {problem}")
     return model
 
 

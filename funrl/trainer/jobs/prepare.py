@@ -44,9 +44,9 @@ from funrl.trainer.jobs.models import agent_models, first_model, located, models
 from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory, sizes_on_trainers
 from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
-from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
+from funrl.trainer.settings.declaration import SettingsError, blaming, refusing, run_kind
 from funrl.trainer.settings.scorers import JUDGE, Given, model_path, new_tokens_of, own_environment
-from funrl.trainer.settings.settings import Settings, flag_value, for_kind
+from funrl.trainer.settings.settings import Settings, check_needs, flag_value, for_kind
 from funrl.trainer.sources.judging import judge_job
 from funrl.trainer.steps.optimizer import check_freeze
 from funrl.trainer.steps.parts import JudgeJob
@@ -333,16 +333,10 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
     given: dict[str, Any] = {name: flag_value(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
     values = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
     greedy = values["temperature"] == 0
-    idle = [name for name in IDLE_IF_GREEDY if greedy and given[name] is not None]
-    if idle:
-        raise settings.refusal(f"{{eval_{idle[0]}}} does nothing: evaluation is greedy; give --eval_temperature too")
-    if greedy and settings.evaluation.eval_samples > 1:
-        raise settings.refusal("{eval_samples}: evaluation is greedy, so all are the same; give --eval_temperature too")
-    try:
+    check_needs(settings, sampled_evaluation=not greedy)
+    with refusing(f"{GENERATION} of the model: "):
         numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0} | shared
         return train, Sampling(**numbers, greedy=greedy, samples=settings.evaluation.eval_samples)
-    except ValueError as error:
-        raise SettingsError(f"{GENERATION} of the model: {error}") from error
 
 
 def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
@@ -396,8 +390,7 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
     """Supervised steps before the first step; by default none but for the embedded task from scratch."""
     examples = settings.examples
     steps = settings.run.warmstart_steps
-    if steps and isinstance(task, Task) and not task.embedded:
-        raise settings.refusal("{warmstart_steps}: only the embedded task has demonstrations; use 0")
+    check_needs(settings, demonstrations=not steps or isinstance(task, Texts) or task.embedded)
     if steps is not None:
         return steps
     given_data = (settings.models.model, examples.data, examples.prompts, given.records)

@@ -307,9 +307,9 @@ def filter_of(job: Job) -> Filter | None:
 def rescoring(
     job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Rescore | None:
-    """A function that adds the scores of models to rows; None if other ranks add them, or there is no such model."""
+    """A function that adds the scores of models to rows; None on ranks that do not train, or without such a model."""
     names = scorers_of(job.settings)
-    if not names or not (parts.generator.mesh.here or job.settings.devices.generators):
+    if not names or not parts.mesh.here:
         return None
     asked = asked_scorers(parts, show)
     scorers = {name: asked.get(name) or completion_scorer(job, parts, name, frozen.get(name), show) for name in names}

@@ -22,7 +22,7 @@ from funrl.role_kinds import ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.trainer.lowered.backend import decodes_in_jax, device_sizes
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
-from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, check_needs
 
 
 def stored_rules(settings: Settings, role: str) -> Rules:
@@ -49,17 +49,9 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
     Raises:
       SettingsError: they do not.
     """
-    experts = any(model.abilities.routers is not None for model in models)
-    for name in ("router_aux_coef", "router_z_coef", "router_bias_rate", "router_replay"):
-        if flag_value(settings, name) and not experts:
-            raise settings.refusal(f"{{{name}}}: no model of this run has experts; leave it out")
-    if settings.routers.router_bias_rate and not any(
-        model.abilities.routers is not None and model.abilities.routers.biased for model in models
-    ):
-        raise settings.refusal("{router_bias_rate}: experts are chosen without a bias; --router_aux_coef balances them")
-    if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
-        raise settings.refusal("--router_replay with {new_tokens_per_step}: earlier choices are lost; leave one out")
-    if experts and not settings.engines.abilities.routes:
+    routers = [model.abilities.routers for model in models if model.abilities.routers is not None]
+    check_needs(settings, experts=routers, expert_biases=any(router.biased for router in routers))
+    if routers and not settings.engines.abilities.routes:
         engines = engines_that("routes")
         raise settings.refusal("{engine}: the policy has experts; give --engine={engines}", engines=engines)
 

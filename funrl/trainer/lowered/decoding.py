@@ -300,6 +300,11 @@ class XlaBackend(TorchBackend):
         super().drop()
         self._weights = None
 
+    @property
+    def mixes(self) -> bool:
+        """False: prompts have static shapes of their own, rows of a page's length."""
+        return False
+
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
         super().load_adapter(number, adapter)
         self._factors.pop(number, None)

@@ -30,6 +30,7 @@ from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.board import GroupBoard
+from funrl.trainer.placement.group_prompts import HELDOUT
 from funrl.trainer.placement.groups import ledger_rule
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
@@ -37,16 +38,21 @@ from funrl.trainer.placement.messages import (
     EpisodesRequest,
     HeldoutEvaluation,
     PoolAnswer,
+    ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
 )
 from funrl.trainer.placement.writer import GroupWriter
+from funrl.trainer.placement.written_groups import WrittenRows, written_rows
+from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
-from funrl.trainer.sources.heldout import HeldoutWriter
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.heldout import HeldoutWriter, heldout_metrics
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Generator
+from funrl.trainer.steps.step_rows import Rows
 
 
 class ShowBuffer:
@@ -81,7 +87,14 @@ class GeneratorRank:
     """A rank that generates: it writes groups, and serves requests of the trainer ranks meanwhile."""
 
     def __init__(
-        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, writer: GroupWriter
+        self,
+        generation: Generation,
+        generator: Generator,
+        training: Mesh,
+        show: ShowBuffer,
+        writer: GroupWriter,
+        *,
+        scored: bool,
     ) -> None:
         """Begin without groups.
 
@@ -91,13 +104,16 @@ class GeneratorRank:
           training: the mesh of the trainer ranks.
           show: receives what is shown.
           writer: of the groups.
+          scored: whether models on the trainer ranks score completions.
         """
+        self.scored = scored
         self.generation = generation
         self.generator = generator
         self.training = training
         self.show = show
         self.writer = writer
-        self.heldout: HeldoutWriter | None = None
+        self._heldout: HeldoutWriter | None = None
+        self._unscored: list[tuple[Rollout, Rows]] = []  # completions of an evaluation that models score
 
     def next_request(self, answers: Answers) -> object:
         """The next request of the trainer ranks, before which groups are written. Collective."""
@@ -115,18 +131,33 @@ class GeneratorRank:
             return self.writer.send(request, self.training)
         if isinstance(request, EpisodesRequest):
             return self._write_episodes(request.folder, self.writer.logged_episodes(request.groups))
-        if isinstance(request, EndEvaluationRequest):
-            assert self.heldout is not None
-            metrics = self.heldout.evaluate(self.writer.end_evaluation(), self.show, Clock())
-            return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
+        if isinstance(request, EndEvaluationRequest | ScoresRequest):
+            return self._end_evaluation(request)
         assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
         self.writer.take_version(request.version)
         if isinstance(request, DigestsRequest):
             return engine_digests(self.generator.whole if request.base else self.generator.engine)
         if isinstance(request, GreedyRequest):
             return self._greedy(request)
-        self.heldout = HeldoutWriter(self.generation, request.step)
-        return self.writer.begin_evaluation(self.heldout.write)
+        self._heldout = HeldoutWriter(self.generation, request.step)
+        return self.writer.begin_evaluation(self._heldout.write)
+
+    def _end_evaluation(self, request: EndEvaluationRequest | ScoresRequest) -> HeldoutEvaluation | WrittenRows:
+        """End the evaluation, or have models score its rows first. Collective."""
+        heldout = self._heldout
+        if heldout is None:
+            raise RuntimeError("no evaluation has begun")
+        if isinstance(request, ScoresRequest):
+            done, rows = self._unscored.pop()
+            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
+        else:
+            done, rows = heldout.join(self.writer.end_evaluation())
+            if self.scored:
+                self.writer.keep(HELDOUT, rows)
+                self._unscored.append((done, rows))
+                return written_rows(done, rows)
+        metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
+        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
 
     def _load(self, request: LoadRequest) -> None:
         """Take weights."""
@@ -185,7 +216,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     board = GroupBoard(generating.size(generating.row_axes), int(generating.index(generating.row_axes)))
     take_weights = functools.partial(load_arrived, generator)
     writer = GroupWriter(generation, receiver, take_weights, board, ledger_rule(job, generation))
-    rank = GeneratorRank(generation, generator, training, show, writer)
+    rank = GeneratorRank(generation, generator, training, show, writer, scored=bool(scorers_of(job.settings)))
     with stops_when_asked(), answers.showing_progress(), receiver.receiving(), contextlib.closing(writer):
         while not isinstance(request := rank.next_request(answers), End):
             _serve(rank, request, answers)

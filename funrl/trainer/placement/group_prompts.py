@@ -107,6 +107,9 @@ def group_parts(work: GroupWork, sampling: Sampling) -> list[GroupPart]:
     return [*parts, GroupPart(greedy, [prompt.baseline_seed])] if work.baseline else parts
 
 
+HELDOUT = (1 << 31) - 1  # number under which each replica keeps its rows of an evaluation
+
+
 def baseline_of(number: int) -> int:
     """Number under which a replica keeps the greedy completion or episode that it has written with a group."""
     return number + (1 << 30)  # above the groups of any run

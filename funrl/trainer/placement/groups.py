@@ -22,7 +22,7 @@ from funrl.fields import FIELDS
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import Pauses, ProgressLimit, Requests, limit_of, run_store, wait_for_keys
+from funrl.mesh.pools.channel import PROGRESS_S, Pauses, ProgressLimit, limit_of
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
@@ -30,12 +30,20 @@ from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, GROUPS_KEY, WORK_KEY, GroupBoard
-from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, baseline_of, prompts_at
+from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, WORK_KEY, GroupBoard
+from funrl.trainer.placement.group_prompts import (
+    HELDOUT,
+    ChosenPrompts,
+    GroupPrompt,
+    GroupWork,
+    baseline_of,
+    prompts_at,
+)
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
+    ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
 )
@@ -46,7 +54,9 @@ from funrl.trainer.placement.written_groups import (
     in_place_of,
     joined_rows,
     own_fields,
+    remote_rows,
 )
+from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.prompts import BASELINE_SEED
@@ -54,16 +64,15 @@ from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, Re
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
 from funrl.trainer.storage.shard_server import CheckpointError
 
-ServeUntil = Callable[[Requests, int, str], None]
 GENERATORS = 0  # owner of all places in the ledger: a generator rank that is lost ends the run
 
 
 def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
-    """The rule by which groups of a run are begun, refilled and taken; `generation` is of the trainer ranks."""
+    """The rule by which groups of a run are begun, refilled and taken."""
     given = job.settings
     rule = LedgerRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window)
     prompts = generation.selection.rounds
-    return rule._replace(prompts=prompts, scores=prompts > 1 and generation.rewards.rescore is not None).checked()
+    return rule._replace(prompts=prompts, scores=prompts > 1 and bool(scorers_of(given))).checked()
 
 
 class GroupGenerators:
@@ -88,7 +97,6 @@ class GroupGenerators:
         rule: LedgerRule,
         generation: Generation,
         early: bool = False,
-        serve_until: ServeUntil | None = None,
     ) -> None:
         """Name the ranks.
 
@@ -98,7 +106,6 @@ class GroupGenerators:
           rule: of the ledger.
           generation: of the trainer ranks.
           early: whether rows come as soon as they are written, and not when the batch is complete.
-          serve_until: as `RewardsOfTrainers.serve_until`; None: trainer ranks reward nothing for generator ranks.
         """
         self.engine = engine
         self.requests = engine.requests
@@ -106,7 +113,6 @@ class GroupGenerators:
         self.generating = engine.weights.mesh
         self.show = show
         self.early = early
-        self.serve_until = serve_until
         self.step = 0
         self._schedule = generation.schedule
         self._samples = generation.sampling.samples
@@ -126,7 +132,9 @@ class GroupGenerators:
         self._left: list[int] = []  # positions of prompts that a run which has ended passed over
         self._first = 0  # position of the prompt of place 0, where each place has the next one
         self._greedy = generation.greedy_baseline
-        self.rewards_baselines = generation.rewards.rescore is not None and generation.greedy_baseline
+        self._rescore = generation.rewards.rescore
+        self._heldout = generation.evaluation.heldout
+        self.rewards_baselines = self._rescore is not None and self._greedy
         self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
@@ -135,7 +143,6 @@ class GroupGenerators:
             engine.held = self._board.holds
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
         self._counts: dict[str, float] = {}  # metrics of places in the newest step
-        self._collections = 0
         self._waited_s = 0.0
 
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
@@ -377,14 +384,20 @@ class GroupGenerators:
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
         self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
-        return lambda: self._evaluated(EndEvaluationRequest(), step, self.show)
+        return lambda: self._evaluated(step)
 
-    def _evaluated(self, request: EndEvaluationRequest, step: int, show: Show) -> dict[str, float]:
-        """Metrics of the evaluation that a request ends."""
-        number = self.requests.post(request)
-        metrics, samples, table = self._answer(number, f"the generators' evaluation after step {step}")
-        show.samples(step, samples)
-        show.evaluated(table)
+    def _evaluated(self, step: int) -> dict[str, float]:
+        """Metrics of the evaluation after a step, whose completions models score on the trainer ranks."""
+        name = f"the generators' evaluation after step {step}"
+        answer = self._answer(self.requests.post(EndEvaluationRequest()), name)
+        if self._rescore is not None:
+            rows = remote_rows(HELDOUT, answer, self.generating, self.mesh.device)
+            scored = self._rescore(self.moved_early(rows, len(self._heldout)), self._heldout, "eval").batch
+            scores = ScoresRequest(scored.score.cpu(), scored.scores.cpu())
+            answer = self._answer(self.requests.post(scores), name)
+        metrics, samples, table = answer
+        self.show.samples(step, samples)
+        self.show.evaluated(table)
         return dict(metrics)
 
     def log(self) -> list[tuple[object, ...]] | None:
@@ -463,8 +476,6 @@ class GroupGenerators:
 
     def _answer(self, number: int, waits_for: str) -> Any:
         """The value of an answer, after its remarks have been shown. Raises: RewardError."""
-        if self.serve_until is not None:
-            self.serve_until(self.requests, number, waits_for)
         value, notes, problem = self.requests.answer(number, waits_for)
         for note in notes:
             self.show.note(note)
@@ -491,51 +502,44 @@ class GroupGenerators:
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Some groups that have ended, or else those of the next batch, by number. Collective."""
-        ready = f"{GROUPS_KEY}/ready"
-        key = f"{ready}/{self._collections}"
         entered(name)
+        pauses = Pauses(1)
+        limit = ProgressLimit(limit_of(self.mesh), name, WORK_KEY)
         groups = None
-        if self.ledger is not None:
-            groups = self._awaited(self.ledger, numbers, name)
-            run_store().set(key, "1")
-            run_store().delete_key(f"{ready}/{self._collections - 2}")
-        else:
-            wait_for_keys([key], self.mesh.world, name, limit_of(self.mesh))
-        self._collections += 1
-        groups = from_first_rank(groups, self.mesh)
+        while not from_first_rank(groups is not None, self.mesh):  # so that the others wait a few seconds at a time
+            sign = time.monotonic() + PROGRESS_S
+            while self.ledger is not None and groups is None and time.monotonic() < sign:
+                if self._read_deliveries(self.ledger):
+                    pauses = Pauses(1)
+                groups = self._complete(self.ledger, numbers)
+                if groups is None:
+                    pauses.sleep()
+                    limit.check()
+            beat()
         left()
-        return groups
+        return from_first_rank(groups, self.mesh)
 
-    def _awaited(self, ledger: Ledger, awaited: Sequence[int], waits_for: str) -> dict[int, WrittenGroup]:
-        """Wait on the first rank for the groups of the batch by number, or for some of them.
+    def _read_deliveries(self, ledger: Ledger) -> int:
+        """Note the groups that have been delivered since the last call; returns their number."""
+        count = 0
+        while (group := self._board.next_delivery()) is not None:
+            self._deliver(ledger, group)
+            beat()
+            count += 1
+        return count
+
+    def _complete(self, ledger: Ledger, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
+        """Groups by number, or one that ends the run; None: some are not written.
 
         Args:
-          ledger: of the run.
-          awaited: numbers of groups; none: the batch.
-          waits_for: name of the groups.
+          awaited: numbers of groups; none: those of the batch.
         """
-        pauses = Pauses(1)
-        limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
-        while True:
-            while (group := self._board.next_delivery()) is not None:
-                self._deliver(ledger, group)
-                beat()
-                pauses = Pauses(1)
-            if (groups := self._complete(awaited)) is not None:
-                return groups
-            pauses.sleep()
-            limit.check()
-
-    def _complete(self, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
-        """The groups that `_awaited` waits for, or one that ends the run; None: some are not written."""
         if problems := [item for item in self._written.items() if item[1].problem is not None]:
             return dict(problems[:1])
-        if self.ledger is None:
-            return None
-        self.ledger.fill_batch()
+        ledger.fill_batch()
         numbers = awaited
-        if not awaited and len(self.ledger.batch) == self._rule.places:
-            numbers = [self._numbers[place] for place in sorted(self.ledger.batch)]
+        if not awaited and len(ledger.batch) == self._rule.places:
+            numbers = [self._numbers[place] for place in sorted(ledger.batch)]
         if not numbers or not self._written.keys() >= set(numbers):
             return None
         return {number: self._written.pop(number) for number in numbers}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
@@ -68,7 +69,22 @@ class BeginEvaluationRequest(NamedTuple):
 
 
 class EndEvaluationRequest(NamedTuple):
-    """End the evaluation that was begun. Its answer is `HeldoutEvaluation`."""
+    """End the evaluation that was begun.
+
+    Its answer is `HeldoutEvaluation`. Where models on the trainer ranks score completions it is `WrittenRows` of the
+    group HELDOUT, and `ScoresRequest` follows.
+    """
+
+
+class ScoresRequest(NamedTuple):
+    """End an evaluation with the scores of models. Its answer is `HeldoutEvaluation`.
+
+    Attributes:
+      score, scores: fields of all rows.
+    """
+
+    score: Tensor
+    scores: Tensor
 
 
 class PoolAnswer(NamedTuple):

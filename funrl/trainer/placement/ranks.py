@@ -45,7 +45,7 @@ def run_rank(
     scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
     for name, own in scoring.items():
         if own.here:
-            error, stopped = serve_role(job, name, training, generating, own)
+            error, stopped = serve_role(job, name, training, own)
             return Outcome({}, {}, error, stopped)
     if generating.here:
         error, stopped = serve_requests(job, training, generating, pool, group)

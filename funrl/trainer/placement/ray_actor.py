@@ -135,9 +135,8 @@ class GeneratorActor:
         except (RewardError, RunEndingError) as error:
             group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
             return (group, True), [], *[None] * (samples + work.baseline)
-        parts = [(part.done, part.rows) for part in written]
         group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
-        facts = describe_group(generation, parts, group)
+        facts = describe_group(generation, written, group)
         keeps = not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
         sizes = [samples, *[1] * (len(written) - 1)]

@@ -228,7 +228,7 @@ class RayGenerators(GroupGenerators):
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Groups that have ended; see `GroupGenerators`. Collective."""
-        groups = self._awaited_by(lambda: self._complete(numbers), name)
+        groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
         if groups is not None and self.mesh.world > 1:
             references = {
                 (number, sample): [reference]

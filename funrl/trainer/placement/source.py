@@ -16,11 +16,8 @@ from funrl.mesh.pools.transfer import TransferGroup, WeightSender
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
+from funrl.trainer.jobs.row_source import remarked_generation
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.role_ranks import RewardsOfTrainers
-from funrl.trainer.settings.scorers import scorers_of
-from funrl.trainer.sources.completion_scores import scored_in_order
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
@@ -51,21 +48,13 @@ def placed_source(
     generation = remarked_generation(job, parts, frozen, clock, show)
     engine: object = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
-    rewards = RewardsOfTrainers(job, parts, frozen, show, generating=engine.weights.mesh)
-    scorers = rewards.scorers | asked_scorers(parts, show)
-    if scorers:
-        names = scorers_of(job.settings)
-        generation = generation._replace(
-            rewards=generation.rewards._replace(rescore=scored_in_order({name: scorers[name] for name in names}, clock))
-        )
     engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
     generators = GroupGenerators(
         engine,
         show,
         rule=ledger_rule(job, generation),
         generation=generation,
-        early=bool(scorers) or needs_tokens(job, generation),
-        serve_until=rewards.serve_until if rewards.scorers else None,
+        early=generation.rewards.rescore is not None or needs_tokens(job, generation),
     )
     engine.ahead = generators.ahead
     return source_of_generators(job, generation, generators, clock, show)

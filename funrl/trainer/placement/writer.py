@@ -39,8 +39,7 @@ from funrl.trainer.placement.written_groups import (
     own_fields,
     split_origins,
 )
-from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import Share, write_group
+from funrl.trainer.sources.group_rows import Share, WrittenSamples, write_group
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
@@ -70,16 +69,13 @@ class GroupResult(NamedTuple):
 
     Attributes:
       work: the group, with the prompt that it has at the end.
-      done, rows: its completions or episodes, and their rows.
+      parts: its samples; and its greedy completion or episode, if it has one.
       dropped: the prompts before it in this place.
-      baseline: the greedy completion or episode of the prompt, with its rows; None: there is none.
     """
 
     work: GroupWork
-    done: Rollout
-    rows: Rows
+    parts: Sequence[WrittenSamples]
     dropped: Sequence[DroppedPrompt]
-    baseline: tuple[Rollout, Rows] | None
 
 
 class GroupWriter:
@@ -226,6 +222,10 @@ class GroupWriter:
             self.step()
         return from_first(None if task is None else task.result(), self.mesh, "tensor")
 
+    def keep(self, number: int, rows: Rows) -> None:
+        """Keep this replica's rows of those that all replicas have written, until `send` hands them over."""
+        self._held[number] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
+
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
         own = np.flatnonzero(request.owner == self._board.owner)
@@ -319,16 +319,13 @@ class GroupWriter:
         for begun in ended:
             task = self._tasks.pop(begun)
             try:
-                work, done, rows, dropped, baseline = task.result()
+                work, parts, dropped = task.result()
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(self._group(begun, problem=str(error)))
                 continue
-            kept[work.number] = self._fields(rows)
-            written = [(done, rows)]
-            if baseline is not None:
-                kept[baseline_of(work.number)] = self._fields(baseline[1])
-                written.append(baseline)
-            group = describe_group(self._generation, written, self._group(work))
+            numbers = (work.number, baseline_of(work.number))
+            kept |= {number: self._fields(part.rows) for number, part in zip(numbers, parts, strict=False)}
+            group = describe_group(self._generation, parts, self._group(work))
             self._board.deliver(group._replace(dropped=dropped))
         return kept
 
@@ -364,8 +361,7 @@ class GroupWriter:
             if filters and not filter_samples(generation, rows, 1).any():
                 replacement = self._replace(work)
             if replacement is None:
-                baseline = (parts[1].done, parts[1].rows) if len(parts) > 1 else None
-                return GroupResult(work, done, rows, dropped, baseline)
+                return GroupResult(work, parts, dropped)
             dropped.append(DroppedPrompt(work.prompt.position, failed_rows(rows), done.entries, done.episodes))
             work = replacement
 

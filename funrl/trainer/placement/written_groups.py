@@ -18,6 +18,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
 from funrl.trainer.placement.group_prompts import GroupWork
 from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import WrittenSamples
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -93,9 +94,7 @@ class GroupFields(NamedTuple):
     further: dict[str, Field]
 
 
-def describe_group(
-    generation: Generation, written: Sequence[tuple[Rollout, Rows]], group: WrittenGroup
-) -> WrittenGroup:
+def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
     """Add the facts of what was written to a group.
 
     Args:
@@ -103,11 +102,11 @@ def describe_group(
       written: its samples; and its greedy completion or episode, if it has one.
       group: without rows.
     """
-    done, rows = written[0]
+    done, rows, _ = written[0]
     tokens, switches = versions_of(rows)
     if len(written) > 1:
-        group = group._replace(baseline=written_rows(*written[1]))
-        switches = [*switches, *versions_of(written[1][1])[1]]
+        group = group._replace(baseline=written_rows(written[1].done, written[1].rows))
+        switches = [*switches, *versions_of(written[1].rows)[1]]
     shown = _shown(generation, group.work, done, rows)
     own = written_rows(done, rows)
     return group._replace(written=own, tokens=tokens, switches=switches, shown=shown)
@@ -157,9 +156,12 @@ def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
     return Batch(schema, **{name: x.to(device) for name, x in written.fields.items()}, **empty)
 
 
-def origins_of(number: int, rows: int) -> np.ndarray:
-    """Number the rows of one group, differently from the rows of all others."""
-    return (np.int64(number) << 32) + np.arange(rows)
+def origins_of(number: int, owner: np.ndarray) -> np.ndarray:
+    """Number the rows of one group on each of their ranks, differently from the rows of all others."""
+    places = np.zeros(len(owner), dtype=np.int64)
+    for rank in np.unique(owner):
+        places[owner == rank] = np.arange((owner == rank).sum())
+    return (np.int64(number) << 32) + places
 
 
 def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -218,14 +220,24 @@ def joined_rows(
     facts = list[Mapping[str, Any]]()
     for number, generator, own in written:
         assert own is not None
-        batch = declare(blank_batch(own, device), ORIGIN)
-        rows = len(own.owner)
-        batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
-        parts.append(rows_of(batch, np.full(rows, generator), mesh))
+        parts.append(remote_rows(number, own._replace(owner=np.full(len(own.owner), generator)), mesh, device))
         owner = np.full(len(own.rollout["owner"]), generator)
         here = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in own.rollout.items()}
         facts.append({**here, "owner": owner})
     return join_groups(facts, parts, mesh, samples=samples)
+
+
+def remote_rows(number: int, written: WrittenRows, mesh: Mesh, device: torch.device) -> Rows:
+    """Rows that other ranks have.
+
+    Args:
+      number: under which each rank keeps its own.
+      written: facts of the rows.
+      mesh, device: as of `joined_rows`.
+    """
+    batch = declare(blank_batch(written, device), ORIGIN)
+    origins = torch.from_numpy(origins_of(number, written.owner)).to(device)
+    return rows_of(batch._replace(origin=origins), written.owner, mesh)
 
 
 def join_groups(

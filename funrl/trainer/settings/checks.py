@@ -17,7 +17,7 @@ from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.rollout.engine_abilities import engines_that
-from funrl.tasks.embedded import is_embedded_tokenizer
+from funrl.tasks.embedded import has_tokenizer_of
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.scorers import (
@@ -35,6 +35,7 @@ from funrl.trainer.settings.scorers import (
 from funrl.trainer.settings.settings import (
     TOKEN_MULTIPLE,
     Settings,
+    check_needs,
     check_values,
     flag_value,
     given_flag,
@@ -47,20 +48,6 @@ from funrl.trainer.settings.settings import (
 LARGEST = 3.4028234663852886e38  # largest float32, the trainer's dtype
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
 REST_WEIGHT = 0.1  # weight of prompts outside --difficulty's pass rates, by default
-OF_OWN_STEPS = {  # flags that only the native engine takes, and why the others do not
-    "dry_run": "it counts the native engine",
-    "speculate": "it decodes by steps of its own",
-}
-OF_OWN_DATA = (
-    "fields",
-    "eval_data",
-    "prompt_template",
-    "system_prompt",
-    "few_shot",
-    "chat_template",
-    "tools",
-    "template_arguments",
-)
 
 
 def check_settings(
@@ -78,8 +65,6 @@ def check_settings(
       SettingsError: the first flag that cannot work, with its value and a way out.
     """
     check_values(settings)
-    if settings.models.model is not None and is_given(settings, "task"):
-        raise settings.refusal("{task} with {model}: the task trains its own decoder; leave one of them out")
     check_together(settings, given)
     if kind == "rl" and not settings.estimate.dry_run:
         check_rewards(settings, rewarded, given)
@@ -103,50 +88,50 @@ def check_together(settings: Settings, given: Given = NOTHING_GIVEN) -> None:
 
 
 def check_rewards(settings: Settings, rewarded: bool = True, given: Given = NOTHING_GIVEN) -> None:
-    """Check that the flags of reinforcement learning name prompts and, where `rewarded`, rewards.
+    """Check that a run of reinforcement learning has prompts and, where `rewarded`, rewards.
 
     Raises:
-      SettingsError: they do not.
+      SettingsError: it does not.
     """
-    if settings.examples.prompts is None and own_environment(settings, given) is None:
-        refuse_idle_data(settings)
-        if settings.rewards.reward is not None:
-            raise settings.refusal("{reward} needs --prompts=FILE.jsonl")
-        if settings.models.model is not None and not _completes_embedded_task(settings.models.model):
-            reward = " and --reward=FILE.py:function" if rewarded else ""
-            raise settings.refusal("{model} needs --prompts=FILE.jsonl{reward}", reward=reward)
-    elif (
-        rewarded and settings.rewards.reward is None and not (scorers_of(settings) or has_environment(settings, given))
-    ):
-        raise settings.refusal("{prompts} needs --reward=FILE.py:function or --reward_model=DIR")
-    # The embedded task has one.
-    functions = 1 if settings.examples.prompts is None else len(parts(settings.rewards.reward))
-    if settings.rewards.on_reward_error != "stop" and not functions:
-        raise settings.refusal("{on_reward_error} does nothing without --reward")
-    if not has_environment(settings, given):
+    own_prompts = settings.examples.prompts is not None or given.records is not None
+    own_rewards = settings.rewards.reward is not None or given.rewards is not None
+    episodes = has_environment(settings, given)
+    if not own_prompts and own_environment(settings, given) is None:
+        if own_rewards:
+            what = "reward=..." if settings.rewards.reward is None else "{reward}"
+            raise settings.refusal(f"{what} needs --prompts=FILE.jsonl")
+        _check_embedded(settings, "--prompts=FILE.jsonl" + " and --reward=FILE.py:function" * rewarded)
+    elif rewarded and not (own_rewards or scorers_of(settings) or episodes):
+        what = "prompts=..." if settings.examples.prompts is None else "{prompts}"
+        raise settings.refusal(f"{what} needs --reward=FILE.py:function or --reward_model=DIR")
+    functions = 0 if episodes else 1  # of the embedded task
+    if own_prompts and not episodes:
+        functions = len(parts(settings.rewards.reward) if given.rewards is None else given.rewards)
+    check_needs(settings, reward=functions, step_scores=settings.rewards.process_reward_model)
+    if not episodes:
         weights_of_rewards(settings, functions)
-    if settings.formatting.step_separator is not None and settings.rewards.process_reward_model is None:
-        raise settings.refusal("{step_separator} does nothing without --process_reward_model=DIR")
-
-
-def _completes_embedded_task(model: str) -> bool:
-    """True if a model, a run or a checkpoint has the tokenizer of the embedded task."""
-    folder = Path(model)
-    places = folder, folder / "model", folder / "checkpoints" / "model", folder.parent / "model"
-    own = next((place for place in places if (place / "tokenizer.json").is_file()), folder)
-    return is_embedded_tokenizer(own)
 
 
 def check_data(settings: Settings) -> None:
     """Check that the flags of a supervised run name texts. Raises: SettingsError."""
-    if (
-        settings.models.model is not None
-        and settings.examples.data is None
-        and not _completes_embedded_task(settings.models.model)
-    ):
-        raise settings.refusal("{model} needs --data=FILE.jsonl")
     if settings.examples.data is None:
-        refuse_idle_data(settings)
+        _check_embedded(settings, "--data=FILE.jsonl")
+
+
+def _check_embedded(settings: Settings, needed: str) -> None:
+    """Check the flags of a run on the embedded task, which a model with another tokenizer cannot complete.
+
+    Args:
+      needed: flags that name other data.
+    """
+    check_needs(settings, data=False)
+    if settings.models.model is None:
+        return
+    folder = Path(settings.models.model)  # of a model, a run or a checkpoint
+    places = folder, folder / "model", folder / "checkpoints" / "model", folder.parent / "model"
+    own = next((place for place in places if (place / "tokenizer.json").is_file()), folder)
+    if not has_tokenizer_of(settings.examples.task, own):
+        raise settings.refusal("{model} needs {needed}", needed=needed)
 
 
 def check_files(settings: Settings) -> None:
@@ -182,14 +167,6 @@ def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
     value = flag_value(settings, flag)
     with blaming(flag):
         return [] if value is None else weighted_files(value)
-
-
-def refuse_idle_data(settings: Settings) -> None:
-    """Refuse flags for the user's prompts and texts if the run uses the embedded task. Raises: SettingsError."""
-    for name in OF_OWN_DATA:
-        value = flag_value(settings, name)
-        if value != settings_flags()[name].default:
-            raise SettingsError(f"--{name}={value} does nothing without --prompts or --data")
 
 
 def names_of_fields(settings: Settings) -> Fields:
@@ -247,36 +224,29 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
         weights = tuple(float(part) for part in parts(given))
     except ValueError:
         weights = ()
-    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(f"{flag}={given}: give one number for each of the rewards ({rewards}), separated by commas")
-    if not any(weights):  # one negative weight is a penalty, which a policy can learn from
-        raise SettingsError(f"{flag}={given}: every score would be 0; give one that is not")
+    # One negative weight is a penalty, which a policy can learn from.
+    if len(weights) != rewards or not any(weights) or not all(abs(weight) <= LARGEST for weight in weights):
+        raise SettingsError(
+            f"{flag}={given}: give one number for each of the rewards ({rewards}), separated by commas, not all 0"
+        )
     return weights
 
 
 def check_requirements(s: Settings) -> None:
     """Refuse flags that do nothing without another one, or beside it. Raises: SettingsError."""
     for name, flag in settings_flags().items():
-        value = flag_value(s, name)
         if flag.requires and is_given(s, name) and not flag_value(s, flag.requires):
             raise s.refusal(f"{{{name}}} does nothing without --{flag.requires}; give --{flag.requires} too")
-        if value not in (flag.default, 0):
-            refuse_beside(name, value, s)
+        if flag_value(s, name) not in (flag.default, 0):
+            refuse_beside(s, name)
 
 
 def check_engine_flags(s: Settings) -> None:
     """Refuse flags that an engine does not take. Raises: SettingsError."""
     abilities = s.engines.abilities
-    for name, reason in () if abilities.own_steps else OF_OWN_STEPS.items():
-        if is_given(s, name):
-            raise s.refusal(f"{{{name}}} with {{engine}}: {reason}; leave it out, or give --engine=native")
-    if s.engines.engine_url is not None and not abilities.servers:
-        raise s.refusal(f"{{engine_url}} does nothing without --engine={engines_that('servers')}")
+    check_needs(s, own_steps=abilities.own_steps, servers=abilities.servers)
     if s.engines.engine_url is None and abilities.servers:
         raise s.refusal("{engine} needs --engine_url=http://HOST:PORT, which its servers print")
-    for url in parts(s.engines.engine_url):
-        if not re.fullmatch(r"http://[^/:]+:\d+/?", url):
-            raise s.refusal("{engine_url}: {url} is not http://HOST:PORT", url=url)
     # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
     # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
     given = [name for name in ("top_k", "top_p", "min_p", "repetition_penalty") if is_given(s, name)]
@@ -291,8 +261,7 @@ def check_engine_flags(s: Settings) -> None:
 
 def check_run_length(s: Settings) -> None:
     """Refuse numbers of steps, updates and rows that do not fit each other. Raises: SettingsError."""
-    if is_given(s, "keep_checkpoints") and not any(save_interval(s.run.save_every)):
-        raise s.refusal("{keep_checkpoints} does nothing with {save_every}, which writes no checkpoints")
+    check_needs(s, checkpoints=any(save_interval(s.run.save_every)))
     # The policy's schedule is the shorter one: it decays over the updates after the critic's warm-up.
     steps = s.run.steps - s.optimization.critic_warmup_steps
     updates = steps * s.updates.epochs * s.updates.minibatches
@@ -318,8 +287,6 @@ def has_further_agents(s: Settings) -> bool:
 
 def check_placement(s: Settings) -> None:
     """Refuse flags that do not go with pools of ranks. Raises: SettingsError."""
-    if s.devices.generate_mesh is not None:
-        raise s.refusal("{generate_mesh} does nothing: {place} gives the mesh to generate on")
     if is_given(s, "mesh") and (names_train(s.devices.place or "") or s.devices.placement is None):
         raise s.refusal("{mesh} does nothing: {place} gives the mesh to train on")
     abilities = s.engines.abilities
@@ -364,12 +331,8 @@ def check_mesh_flags(s: Settings) -> None:
                 f"{{generate_mesh}} has {devices(generating)} devices and {{mesh}} has {world}; give as many"
             )
     named = parts(s.sharding.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
-    if s.sharding.fsdp and devices(sizes, [SHORT[short] for short in named]) == 1:
-        raise s.refusal(f"--fsdp: the mesh {s.devices.mesh} has only one device over {','.join(named)}; leave it out")
-    if s.devices.sequence_parallel != "auto" and sizes["sequence"] == 1:
-        raise s.refusal("{sequence_parallel} does nothing: {mesh} has no sp")
-    if s.devices.split_residual != "auto" and sizes["tensor"] == 1:
-        raise s.refusal("{split_residual} does nothing: {mesh} has no tp")
+    shards = devices(sizes, [SHORT[short] for short in named])
+    check_needs(s, shards=shards > 1, sp=sizes["sequence"] > 1, tp=sizes["tensor"] > 1)
     if s.devices.split_residual == "on" and TOKEN_MULTIPLE % sizes["tensor"]:
         raise s.refusal(
             f"{{split_residual}}: the tokens of a micro-batch are a multiple of {TOKEN_MULTIPLE}, which "
@@ -379,14 +342,8 @@ def check_mesh_flags(s: Settings) -> None:
 
 def check_adapter_flags(s: Settings) -> None:
     """Check what cannot be with adapters. Raises: SettingsError."""
-    if s.adapters.lora_rank is None:
-        return
-    if s.optimization.optimizer == "muon":
+    if s.adapters.lora_rank is not None and s.optimization.optimizer == "muon":
         raise s.refusal("{optimizer} with {lora_rank}: Muon takes matrices, no low-rank factors; use --optimizer=adamw")
-    if s.routers.router_bias_rate:
-        raise s.refusal("{router_bias_rate} with {lora_rank}: the biases belong to the frozen base; leave one out")
-    if s.sharding.fsdp_models is not None:
-        raise s.refusal("{fsdp_models} with {lora_rank}: all models share one base, sharded as a whole; leave it out")
 
 
 def check_outputs(s: Settings) -> None:
@@ -412,8 +369,6 @@ def check_agents(s: Settings) -> None:
     if further and not s.engines.abilities.several_models:
         engines = engines_that("several_models")
         raise s.refusal(f"{{agents}} with {{engine}}: further models are served by --engine={engines}; give that one")
-    if s.sampling.new_tokens_per_step is not None and s.environments.env_workers:
-        raise s.refusal("{env_workers} with --new_tokens_per_step: such episodes wait in the rank; leave one out")
     if s.sampling.new_tokens_per_step is not None and further:
         raise s.refusal("{agents} with --new_tokens_per_step: episodes across steps have one model; leave one out")
 

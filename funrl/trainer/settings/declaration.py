@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypedDict, Unpack
 
+from funrl.role_kinds import ROLES
+from funrl.rollout.engine_abilities import engines_that
 from funrl.trainer.settings.successors import successor_of_value
 
 # kinds of runs
@@ -23,6 +26,32 @@ RECORD_TOKENS = (
 HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples, next to those of a run's files
 GIVEN_EXAMPLES = ("labelled", "steps")  # examples that no policy can sample
 NONE = "none"  # text that means None, for optional flags
+PARTS_NEEDED = {  # parts of a run without which some flags do nothing; {mesh} stands for --mesh with its value
+    **{name: kind.messages.missing for name, kind in ROLES.items() if kind.messages.missing},
+    "teacher_topk": "an algorithm that reads probable tokens of the teacher, as distillation --kind=forward does",
+    "filter": "a filter of rows, which dapo has",
+    "data": "--prompts or --data",
+    "env": "--env=FILE.py:NAME",
+    "environment": "an environment (--env=FILE.py:NAME)",
+    "reward": "a reward function (--reward)",
+    "reward_worker": "workers that run --reward (--reward_workers=1)",
+    "step_scores": "--process_reward_model=DIR, or labelled steps to learn from",
+    "demonstrations": "the embedded task, which alone has demonstrations",
+    "chat_template": "a chat template (--chat_template=FILE.jinja gives one)",
+    "tool_texts": "a chat template that shows tools (--chat_template=FILE.jinja gives one)",
+    "pictures": "a model that sees pictures",
+    "picture_rows": "prompts or demonstrations, which may have pictures",
+    "experts": "a model with experts",
+    "expert_biases": "a model that chooses experts by biases (--router_aux_coef balances others)",
+    "checkpoints": "checkpoints ({save_every})",
+    "sampled_evaluation": "evaluation by samples (--eval_temperature above 0)",
+    "sp": "sp ({mesh})",
+    "tp": "tp ({mesh})",
+    "shards": "several devices to shard over ({mesh})",
+    "trained_shards": "a model that learns ({fsdp_models})",
+    "own_steps": f"--engine={engines_that('own_steps')}",
+    "servers": f"--engine={engines_that('servers')}",
+}
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -55,10 +84,23 @@ class SettingsError(ValueError):
 @contextlib.contextmanager
 def blaming(flag: str) -> Iterator[None]:
     """Prefix an error message with the flag that caused it."""
+    with refusing(f"--{flag}: "):
+        yield
+
+
+@contextlib.contextmanager
+def refusing(prefix: str = "", *kinds: type[Exception], ending: str = "") -> Iterator[None]:
+    """Refuse a setting by the message of an error, with a prefix and an ending.
+
+    Args:
+      prefix, ending: of the message; they name the setting and the way out.
+      *kinds: types of errors, by default `ValueError` alone.
+    """
+    refused = kinds or (ValueError,)
     try:
         yield
-    except ValueError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
+    except refused as error:
+        raise SettingsError(f"{prefix}{error}{ending}") from error
 
 
 class Bound(NamedTuple):
@@ -128,8 +170,8 @@ class Flag(NamedTuple):
       kinds: kinds of runs that the flag applies to.
       without: its value in the other kinds of runs.
       requires: name of the flag without which this one does nothing.
-      unless: names of flags; if any of them is given, this one does nothing.
-      needs: role, field of the batch, or part of the algorithm ("filter") without which it does nothing.
+      unless: flags that this one cannot be given with, each with the reason; "": it does nothing beside them.
+      needs: parts of the run, of `PARTS_NEEDED`, without any of which it does nothing.
     """
 
     name: str
@@ -143,8 +185,8 @@ class Flag(NamedTuple):
     kinds: tuple[str, ...] = RUN_KINDS
     without: object = None
     requires: str = ""
-    unless: tuple[str, ...] = ()
-    needs: str = ""
+    unless: Mapping[str, str] = types.MappingProxyType({})
+    needs: tuple[str, ...] = ()
 
     def parse(self, text: str) -> Any:
         """Parse the text of a command line; "none" means None.
@@ -184,10 +226,21 @@ class Flag(NamedTuple):
             return ""
         return "it must be " + " and ".join(bound.text for bound in self.bounds)
 
+    def check(self, value: object, written: str) -> None:
+        """Check a value; `written` shows it in the message. Raises: SettingsError, naming the reason."""
+        if problem := self.problem(value):
+            raise SettingsError(f"{written}: {problem}")
+
     def help(self) -> str:
         """Meaning, bounds and the run's choice, in one line."""
         sentences = [self.text, *(bound.text for bound in self.bounds)]
         return "; ".join(sentences + ([f"default: {self.chosen}"] if self.chosen else []))
+
+    def conditions(self) -> list[str]:
+        """Flags and parts of a run that it needs, and flags that it does not go with."""
+        needed = [re.sub(r"{(\w+)}", r"--\1", PARTS_NEEDED[need]) for need in self.needs]
+        needed += [f"--{self.requires}"] if self.requires else []
+        return [*(f"needs {text}" for text in needed), *(f"not with --{other}" for other in self.unless)]
 
 
 class FlagOptions(TypedDict, total=False):
@@ -200,8 +253,8 @@ class FlagOptions(TypedDict, total=False):
     kinds: tuple[str, ...]
     without: object
     requires: str
-    unless: tuple[str, ...]
-    needs: str
+    unless: Mapping[str, str]
+    needs: tuple[str, ...]
 
 
 def flag(default: object, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:

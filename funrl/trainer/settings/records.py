@@ -29,6 +29,7 @@ from funrl.trainer.settings.declaration import (
     flag,
     names_like,
     one_of,
+    parts,
     some_of,
 )
 
@@ -54,14 +55,14 @@ class ModelSettings:
         False, "add embedding rows for tokens that only the tokenizer has: the mean of the others", requires="model"
     )
     teacher: str | None = flag(
-        None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs="teacher"
+        None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs=("teacher",)
     )
     teacher_top_k: int = flag(
         64,
         "number of the teacher's most likely tokens at each position, for algorithms that read them",
         at_least(1),
         requires="teacher",
-        needs="teacher_topk",
+        needs=("teacher_topk",),
     )
     dtype: str = flag(
         "auto",
@@ -86,7 +87,10 @@ class ExampleSettings:
     """Prompts and texts."""
 
     task: str = flag(
-        "arithmetic", "embedded task, without --prompts and --data", one_of(*TASK_NAMES), unless=("prompts", "data")
+        "arithmetic",
+        "embedded task, without --prompts and --data",
+        one_of(*TASK_NAMES),
+        unless={"prompts": "", "data": ""},
     )
     prompts: str | None = flag(
         None,
@@ -104,9 +108,13 @@ class ExampleSettings:
         kinds=SUPERVISED,
     )
     fields: str | None = flag(
-        None, "columns of --prompts or --data for fields with other names: prompt:question,answer:extra_info.answer"
+        None,
+        "columns of --prompts or --data for fields with other names: prompt:question,answer:extra_info.answer",
+        needs=("data",),
     )
-    eval_data: str | None = flag(None, "held-out data, as --prompts or --data", chosen="a tenth of these by --seed")
+    eval_data: str | None = flag(
+        None, "held-out data, as --prompts or --data", chosen="a tenth of these by --seed", needs=("data",)
+    )
     long_prompts: str = flag(
         "error",
         "action for prompts and texts that are too long: error, drop, or truncate (prompts keep their last tokens)",
@@ -123,6 +131,7 @@ class ExampleSettings:
         "maximum pixels of a picture: larger ones are made smaller",
         at_least(1),
         chosen="that of the model's preprocessor_config.json, else 1,280 tokens",
+        needs=("pictures",),
     )
     curriculum: str | None = flag(
         None, "FILE.py:function that gives prompts' sampling weights before each step, from metrics so far", kinds=RL
@@ -139,12 +148,16 @@ class ExampleSettings:
 class FormatSettings:
     """Templates, messages and solved examples around a prompt."""
 
+    SHARED: ClassVar[FlagOptions] = {"needs": ("data",)}
+
     prompt_template: str | None = flag(
         None,
         "template of text prompts, with {prompt} where the prompt goes: the text itself, or a .txt file",
         Bound("a text with {prompt} in it, or a .txt file", lambda x: "{prompt}" in x or x.endswith((".txt", ".md"))),
     )
-    system_prompt: str | None = flag(None, "system message before prompts that have none: the text, or a .txt file")
+    system_prompt: str | None = flag(
+        None, "system message before prompts that have none: the text, or a .txt file", needs=("data", "chat_template")
+    )
     few_shot: str | None = flag(
         None,
         "solved examples put before every prompt: FILE:n, the first n records, each with a prompt and a completion, "
@@ -156,13 +169,19 @@ class FormatSettings:
         "FILE.jinja replaces the tokenizer's chat template; own: use the tokenizer's. With this flag, "
         "--system_prompt, --tools or --template_arguments, a text prompt becomes a user message",
         Bound("own, or a .jinja file", lambda x: x == "own" or x.endswith(".jinja")),
+        needs=("data", "chat_template"),
     )
-    tools: str | None = flag(None, "FILE.json with a list of JSON schemas of tools, for the chat template")
-    template_arguments: str | None = flag(None, "further arguments of the chat template: enable_thinking:false")
+    tools: str | None = flag(
+        None, "FILE.json with a list of JSON schemas of tools, for the chat template", needs=("data", "tool_texts")
+    )
+    template_arguments: str | None = flag(
+        None, "further arguments of the chat template: enable_thinking:false", needs=("data", "chat_template")
+    )
     step_separator: str | None = flag(
         None,
         "text between two steps of a solution, such as \\n\\n for an empty line",
         chosen="\\n; in the embedded task every token is a step",
+        needs=("step_scores",),
     )
 
 
@@ -196,7 +215,10 @@ class RewardSettings:
         chosen="those in --reward and DIR@0.5, else 1",
     )
     on_reward_error: str = flag(
-        "stop", "if a reward fails: stop, use zero, or skip the completion in training", one_of("stop", "zero", "skip")
+        "stop",
+        "if a reward fails: stop, use zero, or skip the completion in training",
+        one_of("stop", "zero", "skip"),
+        needs=("reward",),
     )
     reward_workers: int | None = flag(
         None,
@@ -204,20 +226,27 @@ class RewardSettings:
         at_least(0),
         at_most(256),
         chosen="the rank's share of the cores, up to 16 if functions mostly wait; 0 with the embedded task",
+        needs=("reward",),
     )
-    reward_timeout: float | None = flag(None, "maximum seconds of a reward in a worker", above(0), chosen="600")
+    reward_timeout: float | None = flag(
+        None, "maximum seconds of a reward in a worker", above(0), chosen="600", needs=("reward_worker",)
+    )
 
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
     """Environments of several turns."""
 
-    SHARED: ClassVar[FlagOptions] = {"kinds": RL}
+    SHARED: ClassVar[FlagOptions] = {"kinds": RL, "needs": ("environment",)}
 
     env: str | None = flag(
-        None, "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID"
+        None,
+        "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID",
+        needs=(),
     )
-    env_args: str | None = flag(None, "arguments of what --env names, such as attempts:3,reward:math, or a JSON object")
+    env_args: str | None = flag(
+        None, "arguments of what --env names, such as attempts:3,reward:math, or a JSON object", needs=("env",)
+    )
     agents: str | None = flag(
         None,
         "models of an environment's agents: NAME:policy, NAME:policy:ROLE, NAME:frozen, NAME:frozen:N or NAME:DIR",
@@ -236,6 +265,7 @@ class EnvironmentSettings:
         "processes per rank that run whole episodes, for environments that compute; 0: the rank runs them itself",
         at_least(0),
         at_most(256),
+        unless={"new_tokens_per_step": "such episodes wait in the rank"},
     )
     max_waiting: int = flag(1024, "maximum unfinished episodes of a replica", at_least(1))
     tool_parser: str | None = flag(
@@ -265,6 +295,7 @@ class JudgeSettings:
 
 
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
+SERVER_URL = re.compile(r"http://[^/:]+:\d+/?")
 LENGTHS = r"mean:\d{1,9},max:\d{1,9}(,spread:\d{1,3}(\.\d{1,9})?)?"
 HARDWARE_NAMES = ("a100", "h100", "h200", "gb200", "mi300x", "v5e", "v5p", "v6e", "cpu")
 
@@ -280,7 +311,8 @@ class RunSettings:
         "supervised steps before RL, on imperfect demonstrations",
         at_least(0),
         chosen="the task's, 0 with --model, --prompts or --data",
-        unless=("model",),
+        unless={"model": ""},
+        needs=("demonstrations",),
     )
     seed: int = flag(0, "seed of everything random", at_least(0), below(seeds.LIMIT, "2^63"))
     run_dir: str | None = flag(None, "where results go", chosen="runs/NAME-TIME")
@@ -290,7 +322,10 @@ class RunSettings:
         Bound("a number of steps, or a time such as 90s, 10m or 2h", lambda x: INTERVAL.fullmatch(x) is not None),
     )
     keep_checkpoints: int = flag(
-        2, "number of newest checkpoints to keep; the one with the best held-out result is kept too", at_least(1)
+        2,
+        "number of newest checkpoints to keep; the one with the best held-out result is kept too",
+        at_least(1),
+        needs=("checkpoints",),
     )
     save_rollouts: int = flag(
         0, "steps between steps whose rows and scores are saved for `funrl replay`; 1: every step, 0: none", at_least(0)
@@ -298,7 +333,13 @@ class RunSettings:
     keep_rollouts: int | None = flag(
         None, "number of newest saved steps to keep", at_least(1), chosen="all", requires="save_rollouts"
     )
-    env_check: str = flag("on", "try an episode of --env before anything is started", one_of("on", "off"), kinds=RL)
+    env_check: str = flag(
+        "on",
+        "try an episode of --env before anything is started",
+        one_of("on", "off"),
+        kinds=RL,
+        needs=("environment",),
+    )
     resume: bool = flag(False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
 
@@ -318,7 +359,9 @@ class EstimateSettings:
 
     SHARED: ClassVar[FlagOptions] = {"requires": "dry_run"}
 
-    dry_run: bool = flag(False, "only print a step's memory, traffic and time; needs a config.json")
+    dry_run: bool = flag(
+        False, "only print a step's memory, traffic and time; reads a config.json", needs=("own_steps",)
+    )
     prompt_tokens: int | None = flag(
         None,
         "tokens of a prompt that --dry_run assumes",
@@ -334,10 +377,19 @@ class EstimateSettings:
         kinds=SUPERVISED,
     )
     assume_pictures: int | None = flag(
-        None, "pictures of a prompt or text that --dry_run assumes", at_least(0), chosen="the embedded task's, else 1"
+        None,
+        "pictures of a prompt or text that --dry_run assumes",
+        at_least(0),
+        chosen="the embedded task's, else 1",
+        needs=("pictures", "picture_rows"),
     )
     assume_turns: int | None = flag(
-        None, "an episode's replies that --dry_run assumes", at_least(1), chosen="the embedded task's, else 2", kinds=RL
+        None,
+        "an episode's replies that --dry_run assumes",
+        at_least(1),
+        chosen="the embedded task's, else 2",
+        kinds=RL,
+        needs=("environment",),
     )
     assume_turn_tokens: int | None = flag(
         None,
@@ -345,9 +397,15 @@ class EstimateSettings:
         at_least(0),
         chosen="the embedded task's, else 64",
         kinds=RL,
+        needs=("environment",),
     )
     assume_tool_seconds: float | None = flag(
-        None, "seconds of the environment between two replies that --dry_run assumes", at_least(0), chosen="0", kinds=RL
+        None,
+        "seconds of the environment between two replies that --dry_run assumes",
+        at_least(0),
+        chosen="0",
+        kinds=RL,
+        needs=("environment",),
     )
     lengths: str | None = flag(
         None,
@@ -388,7 +446,9 @@ class DeviceSettings:
         "devices per axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; auto:8 chooses "
         "these and --fsdp by a dry run",
     )
-    generate_mesh: str | None = flag(None, "mesh of the same devices for generation", chosen="all of them dp", kinds=RL)
+    generate_mesh: str | None = flag(
+        None, "mesh of the same devices for generation", chosen="all of them dp", kinds=RL, unless={"place": ""}
+    )
     place: str | None = flag(
         None,
         "ranks to train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
@@ -404,12 +464,14 @@ class DeviceSettings:
         "attention if sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends keys from rank to "
         "rank; auto: ulysses if sp divides the heads",
         one_of("auto", "ulysses", "ring"),
+        needs=("sp",),
     )
     split_residual: str = flag(
         "auto",
         "split the residual stream's tokens over tp, so that norms and residuals take 1 / tp of the memory; auto: on "
         "GPUs",
         one_of("auto", "on", "off"),
+        needs=("tp",),
     )
     remat: str = flag(
         "none",
@@ -470,7 +532,7 @@ class DeviceSettings:
 class ShardSettings:
     """Shards of weights, gradients and optimizer states."""
 
-    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too")
+    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", needs=("shards",))
     fsdp_axes: str | None = flag(
         None,
         "axes that --fsdp shards over; on dp2,ep4, ep makes 2 replicas of 4 shards",
@@ -478,13 +540,21 @@ class ShardSettings:
         chosen="all; on several nodes within each, if that fits",
         requires="fsdp",
     )
-    fsdp_models: str | None = flag(None, "models to shard", names_like(*ROLES), chosen="all", requires="fsdp")
+    fsdp_models: str | None = flag(
+        None,
+        "models to shard",
+        names_like(*ROLES),
+        chosen="all",
+        requires="fsdp",
+        unless={"lora_rank": "all models share one base, sharded as a whole"},
+    )
     grad_reduce_dtype: str = flag(
         "auto",
         "dtype in which --fsdp sends gradients and sums them over ranks; bfloat16 sends half the bytes and rounds each "
         "partial sum to 8 bits; auto: that of the weights, which is float32, or float64 with --dtype=float64",
         one_of("auto", "float32", "bfloat16"),
         requires="fsdp",
+        needs=("trained_shards",),
     )
 
 
@@ -515,7 +585,12 @@ class EngineSettings:
     SHARED: ClassVar[FlagOptions] = {"kinds": RL}
 
     engine: str = flag("native", "what generates", one_of(*ENGINES))
-    engine_url: str | None = flag(None, "addresses of vllm_servers, one per data rank")
+    engine_url: str | None = flag(
+        None,
+        "vllm_servers, one per data rank",
+        Bound("http://HOST:PORT each", lambda x: all(map(SERVER_URL.fullmatch, parts(x)))),
+        needs=("servers",),
+    )
     engine_timeout: float | None = flag(
         None, "timeout of a vllm_server's answer, in seconds", above(0), chosen="600", requires="engine_url"
     )
@@ -531,6 +606,7 @@ class EngineSettings:
         "tokens drafted per completion by n-gram lookup in its own text and verified in one pass, if few rows are "
         "decoded; 0: none. Drafts do not change completions",
         at_least(0),
+        needs=("own_steps",),
     )
     state_snapshot_tokens: int = flag(4096, "tokens between snapshots of recurrent states; 0: none", at_least(0))
     queue: str = flag(
@@ -579,13 +655,13 @@ class SamplingSettings:
     min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1))
     repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", *PENALTY_BOUNDS)
     max_refills: int = flag(
-        8, "maximum batches of prompts sampled until the filter has kept a full batch", at_least(1), needs="filter"
+        8, "maximum batches of prompts sampled until the filter has kept a full batch", at_least(1), needs=("filter",)
     )
     empty_filter: str = flag(
         "skip",
         "if the filter keeps nothing: skip the step's update, stop the run, or use the last prompts unfiltered",
         one_of("skip", "stop", "use"),
-        needs="filter",
+        needs=("filter",),
     )
 
 
@@ -603,7 +679,7 @@ class OptimizerSettings:
         ),
     )
     critic_lr: float | None = flag(
-        None, "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL, needs="critic"
+        None, "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL, needs=("critic",)
     )
     implicit_reward_lr: float | None = flag(
         None,
@@ -611,9 +687,11 @@ class OptimizerSettings:
         above(0),
         chosen="the policy's",
         kinds=RL,
-        needs="implicit_reward",
+        needs=("implicit_reward",),
     )
-    critic_warmup_steps: int = flag(0, "first steps that train only the critic", at_least(0), kinds=RL, needs="critic")
+    critic_warmup_steps: int = flag(
+        0, "first steps that train only the critic", at_least(0), kinds=RL, needs=("critic",)
+    )
     optimizer: str = flag("adamw", "muon applies to matrices; other weights use adamw", one_of("adamw", "muon"))
     lr_schedule: str = flag("constant", "schedule after the warm-up", one_of("constant", "linear", "cosine"))
     lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least(0))
@@ -621,7 +699,10 @@ class OptimizerSettings:
     decay_all: bool = flag(False, "apply weight decay to norms and biases too, as verl does", requires="weight_decay")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
     freeze: str | None = flag(
-        None, "what does not learn: vision (a tower less its projector), none, or parts by name", chosen="vision"
+        None,
+        "what does not learn: vision (a tower less its projector), none, or parts by name",
+        chosen="vision",
+        unless={"lora_rank": "adapters learn alone"},
     )
 
 
@@ -655,15 +736,24 @@ class RouterSettings:
         "weight of the load-balancing loss of experts; with several micro-batches per update it takes one more "
         "forward pass",
         at_least(0),
+        needs=("experts",),
     )
-    router_z_coef: float = flag(0.0, "weight of the loss on large router logits", at_least(0))
+    router_z_coef: float = flag(0.0, "weight of the loss on large router logits", at_least(0), needs=("experts",))
     router_bias_rate: float = flag(
         0.0,
         "step size of the experts' selection biases, which move against their load after each update, as in "
         "DeepSeek-V3 (0.001)",
         at_least(0),
+        needs=("experts", "expert_biases"),
+        unless={"lora_rank": "the biases belong to the frozen base"},
     )
-    router_replay: bool = flag(False, "train the policy with the experts that its tokens used in the engine", kinds=RL)
+    router_replay: bool = flag(
+        False,
+        "train the policy with the experts that its tokens used in the engine",
+        kinds=RL,
+        needs=("experts",),
+        unless={"new_tokens_per_step": "earlier choices are lost"},
+    )
 
 
 @dataclass(frozen=True)
@@ -696,7 +786,11 @@ class EvaluationSettings:
     eval_every: int = flag(10, "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "held-out prompts, demonstrations or pairs", at_least(1))
     eval_samples: int = flag(
-        1, "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature", at_least(1), kinds=RL
+        1,
+        "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature",
+        at_least(1),
+        kinds=RL,
+        needs=("sampled_evaluation",),
     )
     eval_temperature: float | None = flag(
         None,
@@ -705,9 +799,21 @@ class EvaluationSettings:
         kinds=RL,
         chosen="the model's, else 0",
     )
-    eval_top_k: int | None = flag(None, "as --top_k", at_least(0), kinds=RL, chosen="the model's, else 0")
-    eval_top_p: float | None = flag(None, "as --top_p", above(0), at_most(1), kinds=RL, chosen="the model's, else 1")
-    eval_min_p: float | None = flag(None, "as --min_p", at_least(0), at_most(1), kinds=RL, chosen="the model's, else 0")
+    eval_top_k: int | None = flag(
+        None, "as --top_k", at_least(0), kinds=RL, chosen="the model's, else 0", needs=("sampled_evaluation",)
+    )
+    eval_top_p: float | None = flag(
+        None, "as --top_p", above(0), at_most(1), kinds=RL, chosen="the model's, else 1", needs=("sampled_evaluation",)
+    )
+    eval_min_p: float | None = flag(
+        None,
+        "as --min_p",
+        at_least(0),
+        at_most(1),
+        kinds=RL,
+        chosen="the model's, else 0",
+        needs=("sampled_evaluation",),
+    )
     eval_repetition_penalty: float | None = flag(
         None, "as --repetition_penalty", *PENALTY_BOUNDS, kinds=RL, chosen="the model's, else 1"
     )
@@ -741,7 +847,7 @@ class OutputSettings:
         "further trackers",
         some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
     )
-    sample_every: int = flag(10, "steps between samples", at_least(1), needs="policy")
+    sample_every: int = flag(10, "steps between samples", at_least(1), needs=("policy",))
 
     @property
     def window(self) -> ProfileWindow | None:

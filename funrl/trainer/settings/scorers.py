@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.records import EnvironmentSettings
-from funrl.trainer.settings.settings import Settings, flag_value, given_flag, is_given
+from funrl.trainer.settings.settings import (
+    Settings,
+    check_needs,
+    flag_value,
+    given_flag,
+    is_given,
+    settings_flags,
+    with_flags,
+)
 
 if TYPE_CHECKING:
     from funrl.models import Model
-from funrl.trainer.settings.settings import with_flags
 
 JUDGE = "judge"
 SCORERS = (*SCORING_ROLES, JUDGE)  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
-EPISODE_FLAGS = (  # which do nothing without an environment
-    *(field.name for field in fields(EnvironmentSettings) if field.name not in ("env", "env_args")),
-    *("env_check", "assume_turns", "assume_turn_tokens", "assume_tool_seconds"),
-)
+EPISODE_FLAGS = tuple(name for name, flag in settings_flags().items() if "environment" in flag.needs)
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
     "reward_model": "reward models read single completions",
@@ -135,19 +137,14 @@ def environment_flag(settings: Settings, given: Given = NOTHING_GIVEN) -> str:
 
 def check_environment_flags(settings: Settings, given: Given = NOTHING_GIVEN) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
-    if settings.environments.env_args is not None and own_environment(settings, given) is None:
-        raise settings.refusal("{env_args} does nothing without --env=FILE.py:NAME")
-    if not has_environment(settings, given):
-        for name in EPISODE_FLAGS:
-            if is_given(settings, name):
-                raise settings.refusal(f"{{{name}}} does nothing without an environment; give --env=FILE.py:NAME")
-        return
-    what = environment_flag(settings, given)
-    if given.rewards:
-        raise SettingsError(f"a reward function with {what}: {WITHOUT_ENVIRONMENT['reward']}; leave it out")
-    for name, reason in WITHOUT_ENVIRONMENT.items():
-        if is_given(settings, name):
-            raise SettingsError(f"{given_flag(settings, name)} with {what}: {reason}; leave it out")
+    episodes = has_environment(settings, given)
+    check_needs(settings, env=own_environment(settings, given), environment=episodes)
+    flags = {name: given_flag(settings, name) for name in WITHOUT_ENVIRONMENT if is_given(settings, name)}
+    flags |= {"reward": "a reward function"} if given.rewards else {}
+    if episodes and flags:
+        name, flag = next(iter(flags.items()))
+        what = environment_flag(settings, given)
+        raise SettingsError(f"{flag} with {what}: {WITHOUT_ENVIRONMENT[name]}; leave it out")
 
 
 NEW_TOKENS = 64  # of a completion, unless a flag or the embedded task gives it

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from funrl.mesh.text import MeshError
 from funrl.trainer.settings import records
-from funrl.trainer.settings.declaration import Flag, SettingsError, value_type
+from funrl.trainer.settings.declaration import NONE, PARTS_NEEDED, Flag, SettingsError, refusing, value_type
 
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, by default
 TOKEN_MULTIPLE = 8  # a rank's tokens of a micro-batch are a multiple of it
@@ -96,7 +95,9 @@ def given_flag(settings: Settings, name: str) -> str:
     ('--steps=3', '--fsdp')
     """
     value = flag_value(settings, name)
-    return f"--{name}" if value is True else f"--{name}={str(value).removesuffix('.0')}"
+    if value is True:
+        return f"--{name}"
+    return f"--{name}={NONE if value is None else str(value).removesuffix('.0')}"
 
 
 def flag_values(settings: Settings) -> dict[str, object]:
@@ -134,8 +135,7 @@ def check_values(settings: Settings) -> None:
     """
     for name, flag in settings_flags().items():
         value = flag_value(settings, name)
-        if problem := flag.problem(value):
-            raise SettingsError(f"--{name}={value}: {problem}")
+        flag.check(value, f"--{name}={value}")
     for name in ("mesh", "generate_mesh"):
         mesh_sizes(settings, name)
 
@@ -146,10 +146,8 @@ def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
     Raises:
       SettingsError: its text is not a mesh.
     """
-    try:
+    with refusing():
         mesh = settings.devices.train if name == "mesh" else settings.devices.generate
-    except MeshError as error:
-        raise SettingsError(str(error)) from error
     return {} if mesh is None else mesh.sizes
 
 
@@ -174,9 +172,24 @@ def for_kind(settings: Settings, kind: str) -> Settings:
     return with_flags(settings, **idle)
 
 
-def refuse_beside(name: str, value: object, settings: Settings) -> None:
-    """Refuse a flag that does nothing together with another one. Raises: SettingsError."""
-    beside = [other for other in settings_flags()[name].unless if flag_value(settings, other) not in (None, False)]
-    if beside:
-        other = f"--{beside[0]}={flag_value(settings, beside[0])}"
-        raise SettingsError(f"--{name}={value} does nothing together with {other}; leave one of them out")
+def refuse_beside(settings: Settings, name: str) -> None:
+    """Refuse a flag that does not go together with another one. Raises: SettingsError."""
+    for other, reason in settings_flags()[name].unless.items():
+        if flag_value(settings, other) not in (None, False):
+            problem = f"with {{{other}}}: {reason}" if reason else f"does nothing together with {{{other}}}"
+            raise settings.refusal(f"{{{name}}} {problem}; leave one of them out")
+
+
+def check_needs(settings: Settings, **parts: object) -> None:
+    """Refuse flags that do nothing in a run.
+
+    Args:
+      **parts: of `PARTS_NEEDED`, each with whether the run has it; needs of others are not checked.
+
+    Raises:
+      SettingsError: the first given flag that needs a part which the run does not have.
+    """
+    for name, flag in settings_flags().items():
+        absent = [need for need in flag.needs if not parts.get(need, True)]
+        if absent and flag_value(settings, name) not in (flag.default, flag.without):
+            raise settings.refusal(f"{{{name}}} does nothing without {PARTS_NEEDED[absent[0]]}; leave it out")

@@ -28,7 +28,7 @@ from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine
 from funrl.rollout.episodes import SampledNumbers
-from funrl.rollout.requests import Completion, Request, RequestGroups
+from funrl.rollout.requests import Completion, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared, share_tickets
@@ -127,7 +127,7 @@ class RewardedEngine(NamedTuple):
 
 
 def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
-    """Complete and reward all prompts.
+    """Complete and reward all prompts. The proof of the engine's weights ends meanwhile.
 
     Args:
       engine: engine and rewards.
@@ -137,51 +137,19 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
 
     Raises:
       RewardError: a reward function failed on some rank; raised on every rank, with the prompt and completion.
-    """
-    groups = request_groups(examples, sampling, seed)
-    return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
-
-
-def request_groups(examples: Sequence[Example], sampling: Sampling, seed: int) -> RequestGroups:
-    """The requests of prompts, a group for each; the arguments are those of `rollout`."""
-    owned = [example.owned for example in examples]
-    return RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
-
-
-def run_requests(
-    engine: RewardedEngine,
-    groups: Sequence[Sequence[Request]],
-    examples: Sequence[Example],
-    *,
-    rows: int,
-    own: Sequence[Request] = (),
-) -> Rollout:
-    """Complete requests and reward the finished completions. A paused completion has no reward yet.
-
-    The proof of the engine's weights ends meanwhile.
-
-    Args:
-      engine: engine and rewards.
-      groups: groups of requests of all replicas, shared out by the queue.
-      examples: prompts of all requests in the order of their numbers, each with the same number of requests.
-      rows: number of requests of all replicas, numbered from 0.
-      own: further requests of this replica alone.
-
-    Raises:
-      RewardError: as in `rollout`.
       SyncError: the engine does not hold the trainer's weights.
     """
-    mesh = engine.mesh
-    pending = pending_rewards(engine, examples, rows // len(examples))
+    owned = [example.owned for example in examples]
+    groups = RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
+    pending = pending_rewards(engine, examples, sampling.samples)
     begin = time.perf_counter()
     callbacks = NO_CALLBACKS if pending is None else Callbacks(finished=pending.add)
     if engine.proof is not None:
         callbacks = callbacks._replace(iterated=engine.proof.iterated)
-    size = len(groups[0]) if len(groups) else 1
-    tickets = share_tickets(groups, mesh, size=size, fixed=engine.queue == "fixed")
+    tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=engine.queue == "fixed")
     with settle_proof(engine.proof):
-        completions = complete_shared(engine.engine, tickets, mesh, callbacks, own)
-    return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
+        completions = complete_shared(engine.engine, tickets, engine.mesh, callbacks)
+    return collected_rollout(engine, completions, pending, rows=len(examples) * sampling.samples, begin=begin)
 
 
 @contextlib.contextmanager
@@ -210,6 +178,7 @@ def collected_rollout(
     *,
     rows: int,
     begin: float,
+    numbers: Sequence[int] | None = None,
 ) -> Rollout:
     """Completions of all ranks with their rewards, for which this waits. Collective.
 
@@ -218,17 +187,19 @@ def collected_rollout(
       pending: their rewards; None: another rank asks for them, or there are none.
       rows: number of completions of all replicas.
       begin: when they began, by `time.perf_counter`.
+      numbers: of the completions in `pending`; None: the same.
 
     Raises:
       RewardError: as in `rollout`.
     """
     mesh = engine.mesh
     generated = time.perf_counter()
-    rewards = Rewarded([], [], "")
+    own = [completion.number for completion in completions]
+    rewards = Rewarded([[0.0] * len(engine.weights) for _ in own], [False] * len(own), "")
     error = None
     with heartbeat.phase("reward"):
         try:
-            rewards = rewards if pending is None else pending.collect(engine.on_error)
+            rewards = rewards if pending is None else pending.collect(numbers or own, engine.on_error)
         except RewardError as problem:
             error = str(problem)
     rewarded = generated if pending is None else time.perf_counter()
@@ -237,19 +208,13 @@ def collected_rollout(
     entries = add_totals(*collectives.gather_objects(rewards.entries, mesh)) if has_entries else {}
     own_s = time.perf_counter() - generated  # ranks begin at nearly the same time
     reward_s = min(last_rewarded - last_generated, own_s)
-    ended = [x.finish != "paused" for x in completions]  # the others have no reward yet
-    scores = np.zeros((len(completions), len(engine.weights)))
-    failed = np.zeros(len(completions), dtype=bool)
-    if rewards.failed:  # on the rank that asks for rewards
-        scores[ended] = np.reshape(rewards.scores, (-1, len(engine.weights)))
-        failed[ended] = rewards.failed
     columns = {
         "length": [len(x.tokens) for x in completions],
         "finished": [x.finished for x in completions],
-        "scores": scores,
-        "failed": failed,
+        "scores": np.reshape(rewards.scores, (len(own), len(engine.weights))),
+        "failed": rewards.failed,
     }
-    owner, table = share_table([x.number for x in completions], columns, rows, mesh)
+    owner, table = share_table(own, columns, rows, mesh)
     scores_RK = table["scores"]
     failed_R = table["failed"] > 0
     if failed_R.any():
@@ -301,7 +266,9 @@ def first_problem(problem: str, mesh: Mesh) -> str:
     return next(filter(None, collectives.gather_objects(problem, mesh)), "")[:LONGEST_REMARK]
 
 
-def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards | None:
+def pending_rewards(
+    engine: RewardedEngine, examples: Sequence[Example] | Mapping[int, Example], samples: int
+) -> PendingRewards | None:
     """Rewards of the prompts' rows, before any is complete; None on a rank that asks for none.
 
     Every tensor rank has the same rows. One of them calls the reward functions, which may be costly or random.

@@ -31,7 +31,7 @@ class HeldoutWriter(SampleWriter):
         """
         heldout, sampling, _, seed, _ = generation.evaluation
         super().__init__(for_heldout(generation), heldout, sampling, seed, alone=alone)
-        self._step = step
+        self.step = step
 
     def evaluate(self, share: Share | None, show: Show, clock: Clock) -> dict[str, float]:
         """Metrics of all shares. Collective over the mesh to generate on.
@@ -47,7 +47,7 @@ class HeldoutWriter(SampleWriter):
         with clock.phase("eval"):
             done, rows = self.join(share)
         rows = rescored(self.generation, rows, self.generation.evaluation.heldout, "eval")
-        return heldout_metrics(self.generation, done, rows, show, self._step)
+        return heldout_metrics(self.generation, done, rows, show, self.step)
 
 
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -72,8 +72,8 @@ class PendingRewards:
         self._groups: defaultdict[int, list[int]] = defaultdict(list)  # rows that batched functions wait for
 
     def add(self, done: Completion) -> None:
-        """Add a completion that has finished. A paused one has no reward yet and is ignored."""
-        if done.finish == "paused":
+        """Add a completion that has finished, unless its number is there."""
+        if done.number in self._rows:
             return
         self._rows[done.number] = self._completed(done)
         if not self._pool.workers:
@@ -88,26 +88,24 @@ class PendingRewards:
         """True if `collect` need not wait for workers, once all rows have been added."""
         return all(future.done() for future, _ in self._parts.values())
 
-    def collect(self, on_error: str = "stop") -> Rewarded:
-        """Wait for all rewards.
+    def collect(self, numbers: Sequence[int], on_error: str = "stop") -> Rewarded:
+        """Wait for the rewards of some rows.
 
         Args:
+          numbers: of the rows, ascending; all rows of their prompts.
           on_error: "stop" raises the first failure; otherwise the result marks failures.
 
         Raises:
           RewardError: a function failed, shown for the first such row; or the pool has ended.
         """
-        numbers = sorted(self._rows)
-        if self._pool.workers:
-            for group in self._groups.values():  # of prompts with rows on other ranks
-                self._begin(sorted(group), batched=True)
-        else:
-            for number in numbers:
+        if not self._pool.workers:
+            fresh = [number for number in numbers if (number, 0) not in self._parts]
+            for number in fresh:
                 self._begin([number], batched=False)
                 beat()
                 if on_error == "stop":
                     self._check(number)
-            self._begin(numbers, batched=True)
+            self._begin(fresh, batched=True)
         rewarded = Rewarded([], [], "")
         for number in numbers:
             rewards = RowRewards(self._rows[number], tuple(self._parts[number, k] for k in self._functions()))
@@ -125,6 +123,11 @@ class PendingRewards:
             if failures and not rewarded.problem:
                 rewarded = rewarded._replace(problem=failures[0].message)
         return rewarded
+
+    def keep(self, prompts: Container[int]) -> None:
+        """Forget the rows of all prompts but some."""
+        self._rows = {number: row for number, row in self._rows.items() if number // self._samples in prompts}
+        self._parts = {key: part for key, part in self._parts.items() if key[0] in self._rows}
 
     def _functions(self) -> range:
         return range(len(self._pool.functions))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,24 +18,25 @@ from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_totals import episode_metrics
-from funrl.trainer.sources.generation import Rollout, request_groups, run_requests, to_rows
+from funrl.trainer.sources.generation import Rollout, rollout, to_rows
 from funrl.trainer.sources.group_rows import SampleWriter, first_samples, rescored
 from funrl.trainer.sources.heldout import evaluate_heldout
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
+from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.selection import (
     Chosen,
+    SampledPrompts,
+    SamplingRound,
     chosen_of_step,
-    chosen_rows,
     count_empty,
-    episode_numbers,
-    filter_metrics,
-    filter_samples,
+    filtered_round,
+    join_chosen,
+    rounds_metrics,
 )
-from funrl.trainer.sources.source import SKIPPED, Generation, Source, StepLog, StoredState, same_order
+from funrl.trainer.sources.source import Generation, Source, StepLog, StoredState, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, take
 
 BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither a training step nor an evaluation has it
 
@@ -61,28 +62,14 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
                 if not spare or len(newest.rows.owner):  # where all episodes failed there are no rows
                     spare = [newest]
                 rounds.append(part)
-            sampled = sum(part.sampled for part in rounds)
-            chosen, skipped = chosen_of_step(
-                generation,
-                [part.chosen for part in rounds],
-                (spare[0].examples, spare[0].places, spare[0].rows),
-                (step, sampled),
-                show,
-            )
-            totals = zip(*(pair for part in rounds for pair in part.totals), strict=True)
-            entries, facts = (add_totals(*some) for some in totals)
-            unusable = 0 if chosen[0].examples else sampled * generation.sampling.samples
-            state, emptiness = count_empty(state, step, unusable, facts, show)
-            baseline = generation.greedy_baseline and not skipped
-            batch = one_step_of(generation, chosen, begin, clock=clock, baseline=baseline)
+            chosen, skipped = chosen_of_step(generation, rounds, spare, step, show)
+            choice = StepChoice(rounds, chosen, skipped)
+            batch, state, counted = rows_of_choice(generation, clock, show, state=state, step=step, choice=choice)
         if generation.demonstrate is not None and not skipped:
             batch = generation.demonstrate(batch, [example for part in chosen for example in part.examples])
-        consumed = rounds[-1].end
         if weights is not None:
-            metrics["curriculum/passed_over"] = consumed - begin - sampled
-        metrics |= rounds_metrics(generation, rounds, skipped) | entry_metrics(entries) | episode_metrics(facts)
-        metrics |= emptiness
-        return batch, {**state, "prompts_consumed": consumed, "curriculum": measured}, metrics
+            metrics["curriculum/passed_over"] = rounds[-1].end - begin - sum(part.sampled for part in rounds)
+        return batch, {**state, "curriculum": measured}, metrics | counted
 
     order = order_digest(prompts, seed, [len(example.tokens) for example in prompts])
     first = {"prompts_consumed": 0, "order": order, "curriculum": weighing.init()}
@@ -112,41 +99,6 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
 def running_engine(generation: Generation) -> contextlib.AbstractContextManager[None]:
     """Onload this rank's engine, if it is the one that generates; outside the context its cache is the trainer's."""
     return contextlib.nullcontext() if generation.remote is not None else onload_engine(generation.engine.engine)
-
-
-class SampledPrompts(NamedTuple):
-    """Prompts that were sampled together, with all of their rows.
-
-    Attributes:
-      examples: [P] the prompts.
-      places: [P] their indices among all.
-      done, rows: their completions or episodes, and the rows.
-    """
-
-    examples: list[Example]
-    places: np.ndarray
-    done: Rollout
-    rows: Rows
-
-
-class SamplingRound(NamedTuple):
-    """Result of a round of sampling for a step, without the rows that the filter drops.
-
-    Attributes:
-      chosen: the prompts with a row that the filter keeps, and these rows.
-      end: next position in the order of the prompts.
-      sampled: number of prompts, including prompts that `remote` ranks have replaced.
-      dropped_rows: number of rows of the chosen prompts that the filter drops.
-      failed: number of rows on which a reward function failed; None: a failure ends the run.
-      totals: of rewards' further numbers, and of facts about episodes: of each replaced prompt, and of all others.
-    """
-
-    chosen: Chosen
-    end: int
-    sampled: int
-    dropped_rows: int
-    failed: int | None
-    totals: Sequence[tuple[Totals, Totals]]
 
 
 def sampling_rounds(
@@ -180,40 +132,15 @@ def sampling_rounds(
         if first and generation.shows(step):
             show.samples(step, first_samples(generation, examples, done, rows=rows, samples=sampling.samples))
         replaced = () if remote is None else remote.dropped()
-        kept_PS = filter_samples(generation, rows, len(examples))
-        useful = np.flatnonzero(kept_PS.any(1))
+        sampled = SampledPrompts(examples, places, done, rows)
+        part = filtered_round(generation, sampled, taken.end + len(replaced), replaced)
         if remote is not None:
-            remote.keep(useful)
-        failed = failed_rows(rows) + sum(prompt.failed for prompt in replaced)
-        part = SamplingRound(
-            chosen_rows(examples, places, rows, useful, kept_PS=kept_PS),
-            end=taken.end + len(replaced),
-            sampled=len(examples) + len(replaced),
-            dropped_rows=int((~kept_PS[useful]).sum()),
-            failed=None if rows.batch.get("failed") is None else failed,
-            totals=[*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)],
-        )
-        yield SampledPrompts(examples, places, done, rows), part
+            remote.keep(part.kept)
+        yield sampled, part
         position = part.end
-        room -= len(part.chosen.examples)
+        room -= len(part.kept)
         left -= part.sampled
         first = False
-
-
-def rounds_metrics(generation: Generation, rounds: Sequence[SamplingRound], skipped: bool) -> dict[str, float]:
-    """Metrics of failed rewards, unless a failure ends the run, and of the filter.
-
-    Args:
-      skipped: whether the step trains on nothing.
-    """
-    metrics = {}
-    if rounds[-1].failed is not None:
-        metrics["reward/failed"] = float(sum(part.failed or 0 for part in rounds))
-    if generation.selection.filter:
-        kept = sum(len(part.chosen.examples) for part in rounds)
-        sampled = sum(part.sampled for part in rounds)
-        metrics |= filter_metrics(kept, sampled, sum(part.dropped_rows for part in rounds)) | {SKIPPED: float(skipped)}
-    return metrics
 
 
 def rewarded_rows(
@@ -232,12 +159,46 @@ def rewarded_rows(
         if generation.episodes is not None:
             writer = SampleWriter(generation, examples, sampling, seed, alone=True)
             return writer.join(writer.run())
-        groups = request_groups(examples, sampling, seed)
-        done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
+        done = rollout(generation.engine, examples, sampling, seed)
         rows = to_rows(examples, done, sampling, generation.form)
     if done.reward_s:
         clock.move(done.reward_s, "generate", "reward")
     return done, rescored(generation, rows, examples)
+
+
+class StepChoice(NamedTuple):
+    """Rows that a step is trained on.
+
+    Attributes:
+      rounds: of its sampling.
+      chosen: prompts with their rows.
+      skipped: whether the step trains on nothing.
+    """
+
+    rounds: Sequence[SamplingRound]
+    chosen: Sequence[Chosen]
+    skipped: bool
+
+
+def rows_of_choice(
+    generation: Generation, clock: Clock, show: Show, *, state: Mapping[str, Any], step: int, choice: StepChoice
+) -> tuple[Rows, dict[str, Any], dict[str, float]]:
+    """The rows of a step, the source's state after it, and metrics.
+
+    Args:
+      generation, clock, show: as of the source.
+      state: of the source before the step.
+      step: its number.
+      choice: what it is trained on.
+    """
+    rounds, chosen, skipped = choice
+    entries, facts = (add_totals(*totals) for totals in zip(*(x for part in rounds for x in part.totals), strict=True))
+    unusable = 0 if chosen[0].examples else sum(part.sampled for part in rounds) * generation.sampling.samples
+    after, emptiness = count_empty(state, step, unusable, facts, show)
+    baseline = generation.greedy_baseline and not skipped
+    rows = one_step_of(generation, chosen, state["prompts_consumed"], clock=clock, baseline=baseline)
+    metrics = rounds_metrics(generation, rounds, skipped) | entry_metrics(entries) | episode_metrics(facts) | emptiness
+    return rows, {**after, "prompts_consumed": rounds[-1].end}, metrics
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
@@ -250,26 +211,22 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
       clock: of the phases.
       baseline: whether to add the scores of greedy completions.
     """
-    rows = join_rows([part.rows for part in chosen])
-    counts = np.concatenate([part.counts for part in chosen])
+    examples, places, rows, _ = joined = join_chosen(chosen)
     device = rows.batch.group.device
     groups = rows.batch.group.unique_consecutive().cpu().numpy()
-    group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
-    rows = rows.with_fields(group=group_B, failed=None, episode=episode_numbers(chosen, device))
+    rows = rows.with_fields(group=torch.from_numpy(begin + joined.prompt_B).to(device), failed=None)
     if not baseline:
         return rows
-    examples = [example for part in chosen for example in part.examples]
     sampling = baseline_sampling(generation.sampling)
     if generation.remote is None:
         _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
     else:
         with clock.phase("generate"):
-            places = np.concatenate([part.places for part in chosen])
             greedy = generation.remote.baseline_rows(groups, places, sampling)
         greedy = rescored(generation, greedy, examples)
     if generation.episodes is None and generation.engine.on_error == "skip" and failed_rows(greedy):
         greedy = take(greedy, np.flatnonzero(~greedy.batch.failed.cpu().numpy()))
-    return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
+    return _compared_with_greedy(rows, joined.prompt_B, greedy)
 
 
 def baseline_sampling(sampling: Sampling) -> Sampling:

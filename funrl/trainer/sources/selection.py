@@ -12,16 +12,32 @@ from torch import Tensor
 from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
 from funrl.trainer.sources.episode_rows import kept_samples, rows_of_samples
+from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.source import EMPTY, Generation
-from funrl.trainer.steps.step_rows import Rows, take
+from funrl.trainer.sources.source import EMPTY, SKIPPED, DroppedPrompt, Generation
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
 
 MOST_EMPTY = 5  # steps in a row
 
 
 class FilterError(RuntimeError):
     """The algorithm's filter kept no row of a step."""
+
+
+class SampledPrompts(NamedTuple):
+    """Prompts that were sampled together, with all of their rows.
+
+    Attributes:
+      examples: [P] the prompts.
+      places: [P] their indices among all, or their positions in the order of the prompts.
+      done, rows: their completions or episodes, and the rows.
+    """
+
+    examples: list[Example]
+    places: np.ndarray
+    done: Rollout
+    rows: Rows
 
 
 class Chosen(NamedTuple):
@@ -32,17 +48,59 @@ class Chosen(NamedTuple):
     rows: Rows
     counts: np.ndarray
 
+    @property
+    def prompt_B(self) -> np.ndarray:
+        """[B] number of each row's prompt among these."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
-def chosen_rows(
-    examples: Sequence[Example], places: np.ndarray, rows: Rows, prompts: np.ndarray, *, kept_PS: np.ndarray
-) -> Chosen:
-    """The kept rows of some prompts."""
-    samples = kept_PS.shape[1]
-    numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
-    kept = take(rows, rows_of_samples(rows, numbers))
-    own_samples = numbers if kept.examples is None else kept.examples
-    counts = np.bincount(own_samples // samples, minlength=len(kept_PS))[prompts]
-    return Chosen([examples[i] for i in prompts], places[prompts], kept, counts)
+
+class SamplingRound(NamedTuple):
+    """Result of a round of sampling for a step, without the rows that the filter drops.
+
+    Attributes:
+      chosen: the prompts with a row that the filter keeps, and these rows.
+      kept: their indices among the sampled prompts.
+      end: next position in the order of the prompts.
+      sampled: number of prompts, including prompts that `remote` ranks have replaced.
+      dropped_rows: number of rows of the chosen prompts that the filter drops.
+      failed: number of rows on which a reward function failed; None: a failure ends the run.
+      totals: of rewards' further numbers, and of facts about episodes: of each replaced prompt, and of all others.
+    """
+
+    chosen: Chosen
+    kept: np.ndarray
+    end: int
+    sampled: int
+    dropped_rows: int
+    failed: int | None
+    totals: Sequence[tuple[Totals, Totals]]
+
+
+def filtered_round(
+    generation: Generation, prompts: SampledPrompts, end: int, replaced: Sequence[DroppedPrompt] = ()
+) -> SamplingRound:
+    """Filter the rows of sampled prompts.
+
+    Args:
+      generation: as of the source.
+      prompts: the prompts.
+      end: next position in the order of the prompts.
+      replaced: prompts that `remote` ranks have replaced.
+    """
+    _, _, done, rows = prompts
+    count = len(prompts.examples)
+    kept_PS = filter_samples(generation, rows, count)
+    kept = np.flatnonzero(kept_PS.any(1))
+    failed = failed_rows(rows) + sum(prompt.failed for prompt in replaced)
+    return SamplingRound(
+        chosen_rows(prompts, kept_PS),
+        kept,
+        end,
+        sampled=count + len(replaced),
+        dropped_rows=int((~kept_PS[kept]).sum()),
+        failed=None if rows.batch.get("failed") is None else failed,
+        totals=[*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)],
+    )
 
 
 def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
@@ -51,39 +109,47 @@ def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarr
     return kept_samples(rows, generation.selection.filter, prompts * samples).reshape(prompts, samples)
 
 
-def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
-    """[prompts, samples] bool, rows that can be trained on, regardless of the filter.
+def chosen_rows(prompts: SampledPrompts, kept_PS: np.ndarray) -> Chosen:
+    """The kept rows of the prompts that have some."""
+    examples, places, _, rows = prompts
+    samples = kept_PS.shape[1]
+    useful = np.flatnonzero(kept_PS.any(1))
+    numbers = np.flatnonzero(kept_PS)
+    kept = take(rows, rows_of_samples(rows, numbers))
+    own_samples = numbers if kept.examples is None else kept.examples
+    counts = np.bincount(own_samples // samples, minlength=len(kept_PS))[useful]
+    return Chosen([examples[i] for i in useful], places[useful], kept, counts)
 
-    Raises:
-      RewardError: a reward function failed on all of them.
-    """
+
+def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
+    """[prompts, samples] bool, rows that can be trained on, regardless of the filter."""
     failed_B = rows.batch.get("failed")
     if generation.episodes is None and failed_B is not None and generation.engine.on_error == "skip":
-        if failed_B.all():
-            raise RewardError(
-                f"a reward function failed on each of {len(failed_B)} completions; none is left to train on"
-            )
         return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
     return kept_samples(rows, None, prompts * generation.sampling.samples).reshape(prompts, -1)
 
 
 def chosen_of_step(
     generation: Generation,
-    rounds: Sequence[Chosen],
-    spare: tuple[list[Example], np.ndarray, Rows],
-    numbers: tuple[int, int],
+    rounds: Sequence[SamplingRound],
+    spare: Sequence[SampledPrompts],
+    step: int,
     show: Show,
 ) -> tuple[list[Chosen], bool]:
     """The rows that a step is trained on, or those of the spare prompts that can be; and whether to skip the step.
 
     Args:
       generation, show: as of the source.
-      rounds: what each round of the step has chosen.
-      spare: prompts, their places and all of their rows.
-      numbers: the step's number, and the number of prompts sampled in it.
+      rounds: of the step.
+      spare: prompts that were sampled in it.
+      step: its number.
+
+    Raises:
+      RewardError: a reward function failed on all completions.
+      FilterError: as of `skips_empty`.
     """
-    step, sampled = numbers
-    useful = [chosen for chosen in rounds if chosen.examples]
+    sampled = sum(part.sampled for part in rounds)
+    useful = [part.chosen for part in rounds if part.chosen.examples]
     if useful:
         kept = sum(len(chosen.examples) for chosen in useful)
         wanted = generation.schedule.batch
@@ -93,14 +159,37 @@ def chosen_of_step(
             advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
             show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
         return useful, False
-    examples, places, rows = spare
-    kept_PS = rewarded_samples(generation, rows, len(examples))
-    chosen = chosen_rows(examples, places, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
-    when_empty = generation.selection.when_empty
-    return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
+    rewarded = [chosen_rows(part, rewarded_samples(generation, part.rows, len(part.examples))) for part in spare]
+    usable = any(chosen.examples for chosen in rewarded)
+    if not usable and generation.episodes is None:
+        count = sum(len(part.rows.owner) for part in spare)
+        raise RewardError(f"a reward function failed on each of {count} completions; none is left to train on")
+    return rewarded, not usable or skips_empty(generation.selection.when_empty, step, sampled, show)
 
 
-def episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
+def join_chosen(parts: Sequence[Chosen]) -> Chosen:
+    """Join prompts with their rows; no two episodes have the same number."""
+    rows = join_rows([part.rows for part in parts])
+    return Chosen(
+        [example for part in parts for example in part.examples],
+        np.concatenate([part.places for part in parts]),
+        rows.with_fields(episode=_episode_numbers(parts, rows.batch.group.device)),
+        np.concatenate([part.counts for part in parts]),
+    )
+
+
+def first_chosen(chosen: Chosen, most: int) -> Chosen:
+    """The first prompts by their places, in this order."""
+    order = np.argsort(chosen.places)[:most]
+    numbers = np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(chosen.prompt_B == i) for i in order)])
+    rows = take(chosen.rows, numbers)
+    episode_B = rows.batch.get("episode")
+    if episode_B is not None:
+        rows = rows.with_fields(episode=episode_B.unique_consecutive(return_inverse=True)[1])
+    return Chosen([chosen.examples[i] for i in order], chosen.places[order], rows, chosen.counts[order])
+
+
+def _episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
     """[B] a number for the episode of each row, different in all parts; None: rows are no episodes'."""
     numbers = []
     begin = 0
@@ -188,16 +277,25 @@ def check_usable(state: object, steps: int) -> None:
         )
 
 
-def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, float]:
-    """Metrics of a filter.
+def rounds_metrics(generation: Generation, rounds: Sequence[SamplingRound], skipped: bool) -> dict[str, float]:
+    """Metrics of failed rewards, unless a failure ends the run, and of the filter.
 
     Args:
-      kept, sampled: prompts.
-      dropped_rows: of the prompts that are kept.
+      generation: as of the source.
+      rounds: of a step.
+      skipped: whether the step trains on nothing.
     """
-    return {
-        "filter_groups/kept_share": kept / sampled,
-        "filter_groups/sampled_prompts": sampled,
-        "filter_groups/dropped_prompts": sampled - kept,
-        "filter_groups/dropped_rows": dropped_rows,
-    }
+    metrics = {}
+    if rounds[-1].failed is not None:
+        metrics["reward/failed"] = float(sum(part.failed or 0 for part in rounds))
+    if generation.selection.filter:
+        kept = sum(len(part.kept) for part in rounds)
+        sampled = sum(part.sampled for part in rounds)
+        metrics |= {
+            "filter_groups/kept_share": kept / sampled,
+            "filter_groups/sampled_prompts": sampled,
+            "filter_groups/dropped_prompts": sampled - kept,
+            "filter_groups/dropped_rows": sum(part.dropped_rows for part in rounds),
+            SKIPPED: float(skipped),
+        }
+    return metrics

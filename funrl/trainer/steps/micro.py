@@ -273,12 +273,12 @@ def micro_batch(
     if inner is None:
         segments = places.segments
         offsets = places.offsets
-        most = len(rows)
+        bounds = SegmentBounds(places.longest, len(rows), int(lengths[rows].sum()))
     else:  # the row's own sequences, numbered on from row to row
         segments = torch.where(places.used, inner + PARTS_OF_A_ROW * (places.segments - 1), 0)
         offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
-        most = PARTS_OF_A_ROW * len(rows)
-    offsets = bound_segments(offsets, SegmentBounds(places.longest, most))
+        bounds = SegmentBounds(places.longest, PARTS_OF_A_ROW * len(rows))
+    offsets = bound_segments(offsets, bounds)
     laid |= {"positions": laid.get("positions", places.positions), "segments": segments, "offsets": offsets}
     laid |= {name: copy_to_device(x, device) for name, x in (("mask", mask_1N), ("trained", trained))}
     laid |= {n: schema[n].kind.select(x, torch.from_numpy(rows)) for n, x in owned.items()}

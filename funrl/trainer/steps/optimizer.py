@@ -47,11 +47,7 @@ def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
       SettingsError: no weight has this name, a role would learn nothing, or adapters learn alone.
     """
     given = settings.optimization.freeze
-    if given is None:
-        return
-    if settings.adapters.lora_rank is not None:
-        raise settings.refusal("{freeze}: with {lora_rank} adapters learn alone; leave it out")
-    if given == FREEZE_NONE:
+    if given is None or given == FREEZE_NONE:
         return
     names = {role: [plain_name(name) for name, _ in trees.named(model.shapes)] for role, model in models.items()}
     every = {name for own in names.values() for name in own}

@@ -167,7 +167,7 @@ class GeneratingParts(Parts):
     Attributes:
       generator: the engine of the main role.
       pool: this rank's reward workers; None: it has none.
-      remote_rewards: models on other ranks that reward completions, by name, which this rank asks.
+      remote_rewards: models on other ranks that reward completions, by name.
     """
 
     generator: Generator

@@ -1,7 +1,4 @@
-"""A frozen role on other ranks, as the ranks that ask it see it: rows go there and its fields come back.
-
-The trainer ranks ask a role that scores tokens, and one that rewards completions of batches. Generator ranks ask the
-latter for evaluations.
+"""A frozen role on other ranks, as the trainer ranks see it: rows go there and its fields come back.
 
 What a request says is metadata; a row's tokens go point to point, from the rank that has it to the one that scores it,
 and its fields come back the same way.
@@ -44,7 +41,7 @@ class RowsRequest(NamedTuple):
       step: that the rows are of; 0: not told.
       examples: the prompts, each with the same number of rows, for a model that rewards completions.
       known: fields of the rows whose kind is `everywhere`, without scores.
-      lengths, owner: [B] of the rows, on the mesh of the ranks that ask.
+      lengths, owner: [B] of the rows, on the mesh of the trainer ranks.
       to: [B] the rank that gets each row, by its index over the row axes of the role's mesh.
       lines: form of the lines of each field that is sent.
     """
@@ -82,20 +79,19 @@ class RemoteRole:
     Attributes:
       name: of the role.
       mesh: of its ranks.
-      asking: mesh of the ranks that ask.
+      training: mesh of the trainer ranks.
     """
 
-    def __init__(self, name: str, mesh: Mesh, asking: Mesh, pool: str) -> None:
+    def __init__(self, name: str, mesh: Mesh, training: Mesh) -> None:
         """Begin without a request.
 
         Args:
-          name, mesh, asking: its attributes.
-          pool: of `role_pool`.
+          name, mesh, training: its attributes.
         """
         self.name = name
         self.mesh = mesh
-        self.asking = asking
-        self.requests = Requests(asking, pool)
+        self.training = training
+        self.requests = Requests(training, name)
         self._number = -1  # of the request that waits for its answer
 
     def send(
@@ -108,7 +104,7 @@ class RemoteRole:
         step: int = 0,
         examples: Sequence[Example] = (),
     ) -> None:
-        """Send rows. Collective over the ranks that ask.
+        """Send rows. Collective over the trainer ranks.
 
         Args:
           names: of the fields that the role reads, besides those that every rank knows.
@@ -121,16 +117,16 @@ class RemoteRole:
         forms = line_forms(fields, kinds)
         everywhere = {name: batch[name].cpu() for name in known}
         self._number = self.requests.post(RowsRequest(step, examples, everywhere, rows.lengths, rows.owner, to, forms))
-        send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.asking, target=self.mesh))
+        send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.training, target=self.mesh))
 
     def receive(self, rows: Rows) -> tuple[Rows, RowsAnswer]:
         """The rows of `send` with the fields of the role that belong to one rank, and its answer. Collective."""
         answer: RowsAnswer = self.requests.answer(self._number, f"the {self.name}'s scores")
         if not answer.lines:
             return rows, answer
-        way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.asking)
+        way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.training)
         kinds = row_field_kinds(schema_of(rows.batch), answer.lines)
-        fields, _ = receive_rows(blank_fields(answer.lines, kinds, self.asking.device), kinds, way)
+        fields, _ = receive_rows(blank_fields(answer.lines, kinds, self.training.device), kinds, way)
         width = rows.batch.tokens.shape[1]
         return rows.with_fields(**{name: kinds[name].fit(x, width) for name, x in fields.items()}), answer
 
@@ -161,7 +157,7 @@ class RemoteRewards(RemoteRole):
             note(line)
         if answer.problem is not None:
             raise RewardError(answer.problem)
-        part_B, column_B1 = (answer.known[name].to(self.asking.device) for name in ("score", "scores"))
+        part_B, column_B1 = (answer.known[name].to(self.training.device) for name in ("score", "scores"))
         return rows.with_fields(
             score=part_B if before is None else before + part_B,
             scores=column_B1 if columns is None else torch.cat([columns, column_B1], 1),
@@ -180,7 +176,7 @@ class RemoteScorer(RemoteRole):
           training: mesh of the ranks that ask.
           token_budget: tokens in one forward pass of one device.
         """
-        super().__init__(name, role.placed.mesh, training, role_pool(name))
+        super().__init__(name, role.placed.mesh, training)
         self.role = role
         self.token_budget = token_budget
 
@@ -198,7 +194,7 @@ class RemoteScorer(RemoteRole):
           dtype: of its weights.
         """
         own = self.role.placed.stored
-        ranks = {"src_ranks": self.asking.ranks, "dst_ranks": self.mesh.ranks}
+        ranks = {"src_ranks": self.training.ranks, "dst_ranks": self.mesh.ranks}
         return plan(stored, own, weight_dtypes(own, dtype), ranks_per_node(), **ranks)
 
     def begin(self, rows: Rows, step: int) -> None:
@@ -216,16 +212,6 @@ class RemoteScorer(RemoteRole):
     def finish(self, rows: Rows) -> Rows:
         """The rows of `begin` with the fields that the role writes. Collective over the trainer ranks."""
         return self.receive(rows)[0]
-
-
-def role_pool(name: str, asking: str = "train") -> str:
-    """Name of the pool that answers requests to a role, as of `Requests`.
-
-    Args:
-      name: of the role.
-      asking: "train" or "generate", the ranks that ask.
-    """
-    return f"{name}/{asking}"
 
 
 def row_field_kinds(schema: Mapping[str, Field], names: Mapping[str, object]) -> dict[str, FieldKind]:

@@ -24,7 +24,7 @@ from funrl.algos.reading import reads
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.sums import psum_tree, sum_rest
-from funrl.optim import apply_updates_, global_norm
+from funrl.optim import global_norm, step_
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import (
@@ -124,8 +124,7 @@ def updated(role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> Ro
     """The state after an update by a gradient of this norm, in place; all arguments are donated."""
     if role.optimizer is None:
         raise TypeError("a frozen role has no optimizer")
-    updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
-    return RoleState(apply_updates_(state.params, updates), opt_state)
+    return RoleState(*step_(role.optimizer, grads, state.opt_state, state.params, norm))
 
 
 def gradient(

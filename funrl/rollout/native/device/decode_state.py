@@ -6,17 +6,17 @@ So the host can begin a pass without waiting for the one before, and a CUDA grap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.decode_slots import ADAPTER, CELL, ENDED, LENGTH, LIMIT, STOP, SlotState
 from funrl.compiled_kernels.paged_attention import Paging, decode_paging
+from funrl.rollout.native.device.row_sampler import sample_next_tokens, samples_by_kernels
 from funrl.rollout.sampling import sample_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
-
-# Rows of `DecodeState.numbers_CS`. Stop tokens follow, padded with -1.
-LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, ADAPTER, CELL, STOP = range(9)
 
 
 class RowAdapters(NamedTuple):
@@ -61,12 +61,40 @@ class DecodeForm(NamedTuple):
       pages: bound on the pages of a sequence that attention reads.
       sampling_groups: (number, parameters) pairs of the ways in which sequences are sampled; no repetition penalty.
       adapters: numbers of the adapters of the sequences, ascending; -1: some have none.
+      tokens: number of new tokens, padded, of a pass that also computes prompts; 0: one of each row.
     """
 
     rows: int
     pages: int
     sampling_groups: tuple[tuple[int, Sampling], ...]
     adapters: tuple[int, ...] = (-1,)
+    tokens: int = 0
+
+
+class MixedInputs(NamedTuple):
+    """Inputs of a pass that computes prompts beside decoding: N tokens of S sequences, R of which are sampled after.
+
+    All are int64. Padding tokens are in sequences of the spare slot, and write to the spare page.
+
+    Attributes:
+      tokens_N: token ids.
+      places_N, positions_N: as in `Paging`.
+      adapters_N: number of each token's adapter.
+      slots_S: slot of each sequence, whose pages it reads.
+      offsets_S1, ends_S: as in `Paging`; a padding sequence may have no token.
+      sampled_R: index of the token after which each row samples.
+      slots_R: slot of each row, without repetition except the spare one.
+    """
+
+    tokens_N: Tensor
+    places_N: Tensor
+    positions_N: Tensor
+    adapters_N: Tensor
+    slots_S: Tensor
+    offsets_S1: Tensor
+    ends_S: Tensor
+    sampled_R: Tensor
+    slots_R: Tensor
 
 
 class Decoder(Protocol):
@@ -113,20 +141,78 @@ def decode_pass(
 
     Returns: token [B] int64, and its sampling and raw log-probabilities, [B] nats each, as `sample_tokens` does.
     """
-    numbers_CB = state.numbers_CS.index_select(1, rows_B)
-    length_B, prompt_B, limit_B, seed_B, group_B, ended_B, adapter_B, cell_B = numbers_CB[:STOP]
-    token_B = state.tokens_S.index_select(0, rows_B)
-    running_B = ended_B == 0
+    rows = _read_rows(state, rows_B)
+    running_B = rows.running_B
     page = decoder.page_tokens
-    position_B = torch.where(running_B, length_B - 1, 0)
+    position_B = torch.where(running_B, rows.numbers_CB[LENGTH] - 1, 0)
     table_BP = state.table_SP[:, : form.pages].index_select(0, rows_B)
     page_B = table_BP.gather(1, (position_B // page)[:, None])[:, 0]
     place_B = torch.where(running_B, page_B.long(), spare.page) * page + position_B % page
     paging = decode_paging(position_B, table_BP, place_B, running_B=running_B)
-    cells_B = None if spare.cell is None else torch.where(running_B, cell_B, spare.cell)
-    hidden_BD = decoder.hidden(token_B, paging, RowAdapters(form.adapters, adapter_B), cells_B)
+    cells_B = None if spare.cell is None else torch.where(running_B, rows.numbers_CB[CELL], spare.cell)
+    adapters = RowAdapters(form.adapters, rows.numbers_CB[ADAPTER])
+    hidden_BD = decoder.hidden(rows.token_B, paging, adapters, cells_B)
+    return _sample_next(decoder, state, rows, hidden_BD, groups=form.sampling_groups)
+
+
+def mixed_pass(
+    decoder: Decoder, state: DecodeState, inputs: MixedInputs, form: DecodeForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute new tokens of some sequences, such as prompts, and sample a token of each row.
+
+    No shape depends on data, and the host never waits. Attention takes the lengths of the sequences from the device.
+
+    Args:
+      decoder: the model and its cache.
+      state: updated in place; it has the pages of all sequences, and all numbers of the rows.
+      inputs: tokens and rows of the pass.
+      form: constants of the pass.
+
+    Returns: as `decode_pass`.
+    """
+    table_SP = state.table_SP[:, : form.pages].index_select(0, inputs.slots_S)
+    sequences, pages = table_SP.shape
+    # Kernels read from it that some sequence has one new token, and the largest number that one may have.
+    bounds_G5 = torch.tensor([[0, 0, sequences, 1, pages], [0, 0, 1, form.tokens, pages]])
+    paging = Paging(
+        inputs.places_N, inputs.positions_N, table_SP, inputs.offsets_S1.int(), inputs.ends_S.int(), bounds_G5
+    )
+    hidden_ND = decoder.hidden(inputs.tokens_N, paging, RowAdapters(form.adapters, inputs.adapters_N))
+    hidden_RD = hidden_ND.index_select(0, inputs.sampled_R)
+    return _sample_next(decoder, state, _read_rows(state, inputs.slots_R), hidden_RD, groups=form.sampling_groups)
+
+
+class _Rows(NamedTuple):
+    """Rows of a pass as the state has them before it.
+
+    Attributes:
+      slots_B: int64.
+      token_B, numbers_CB: their columns of the state.
+      running_B: bool, whether each has not ended.
+    """
+
+    slots_B: Tensor
+    token_B: Tensor
+    numbers_CB: Tensor
+    running_B: Tensor
+
+
+def _read_rows(state: DecodeState, slots_B: Tensor) -> _Rows:
+    """Read the rows of some slots from a state."""
+    numbers_CB = state.numbers_CS.index_select(1, slots_B)
+    return _Rows(slots_B, state.tokens_S.index_select(0, slots_B), numbers_CB, numbers_CB[ENDED] == 0)
+
+
+def _sample_next(
+    decoder: Decoder, state: DecodeState, rows: _Rows, hidden_BD: Tensor, groups: tuple[tuple[int, Sampling], ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample the next token of each row from its hidden state, and update the state; as `decode_pass`."""
+    if samples_by_kernels(hidden_BD.device, groups):
+        return _sample_by_kernels(decoder, state, rows.slots_B, hidden_BD, groups=groups)
+    rows_B, token_B, numbers_CB, running_B = rows
+    length_B, prompt_B, limit_B, seed_B, group_B = numbers_CB[:ENDED]
     sampled_B, *logps = _sample(
-        decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), group_B=group_B, groups=form.sampling_groups
+        decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), group_B=group_B, groups=groups
     )
     last_B = length_B + running_B.long()
     stopped_B = (numbers_CB[STOP:] == sampled_B).any(0) | (last_B >= limit_B)
@@ -151,3 +237,31 @@ def _sample(
             sampled = tokens if sampled is None else tuple(map(torch.where, (in_group_R,) * 3, tokens, sampled))
         parts.append(sampled)
     return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def fused_pass(
+    decoder: Decoder,
+    hidden: Callable[[Tensor, SlotState], Tensor],
+    state: DecodeState,
+    rows_B: Tensor,
+    groups: tuple[tuple[int, Sampling], ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`decode_pass` whose hidden states come straight from the state, and whose kernels sample and update it.
+
+    Args:
+      decoder: the model.
+      hidden: (slots, state) -> hidden states [B, D] of their last tokens, as `FusedDecoder.hidden`.
+      state, rows_B: as in `decode_pass`.
+      groups: as `DecodeForm.sampling_groups`.
+    """
+    hidden_BD = hidden(rows_B, SlotState(*state))
+    if samples_by_kernels(hidden_BD.device, groups):
+        return _sample_by_kernels(decoder, state, rows_B, hidden_BD, groups=groups)
+    return _sample_next(decoder, state, _read_rows(state, rows_B), hidden_BD, groups=groups)
+
+
+def _sample_by_kernels(
+    decoder: Decoder, state: DecodeState, rows_B: Tensor, hidden_BD: Tensor, groups: tuple[tuple[int, Sampling], ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Twice as many rows as operators take at a time: no probabilities stand beside the logits.
+    return sample_next_tokens(SlotState(*state), rows_B, hidden_BD, groups, decoder.logits, 2 * decoder.rows_at_once)

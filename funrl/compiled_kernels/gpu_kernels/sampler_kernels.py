@@ -1,0 +1,243 @@
+"""Two Triton kernels that sample the next token of each row of logits, and update the state of its sequence.
+
+The first reads the logits once, and writes the maximum and the sum of each block of the vocabulary. The second finds
+the block of the noise's quantile, searches it, and does what is left: both log-probabilities, stop tokens and the
+slot's numbers. Sums are float64 of float32 exponentials, so that their order plays no part in practice.
+"""
+
+# A kernel is in Triton's language, whose types a checker of Python's does not know.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-not-found]
+
+from funrl.compiled_kernels.decode_slots import ENDED, GROUP, LENGTH, LIMIT, PROMPT, SEED, STOP, VOCAB_BLOCK, SlotState
+from funrl.compiled_kernels.gpu_kernels.decode_kernels import launch_kernel
+
+_BLOCKS = 16  # of a program of the first kernel
+_LOWEST = tl.constexpr(-3e38)  # a block's maximum at least: no difference of two is not a number
+# The increment and the multipliers of SplitMix64, as signed 64-bit numbers; products wrap.
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_MIX_30 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_MIX_27 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+
+class SamplerOptions(NamedTuple):
+    """Distribution of a sampling group.
+
+    Attributes:
+      temperature: logits are divided by it.
+      greedy: take the first of the most probable tokens; the temperature plays no part.
+      group: number of the group, whose rows alone are sampled; -1: all rows are.
+    """
+
+    temperature: float
+    greedy: bool
+    group: int = -1
+
+
+@triton.jit
+def _block_sums(
+    logits_ptr,
+    tops_ptr,
+    sums_ptr,
+    raw_ptr,
+    vocab,
+    count,
+    temperature,
+    blocks: tl.constexpr,
+    block: tl.constexpr,
+    tempered: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Maxima of some blocks of one row, and sums of e^(x - maximum), at the temperature and without."""
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * blocks + tl.arange(0, blocks)
+    token = number[:, None] * block + tl.arange(0, block)[None, :]
+    x = tl.load(logits_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    top = tl.maximum(tl.max(x, 1), _LOWEST)
+    here = row * count + number
+    tl.store(tops_ptr + here, top, mask=number < count)
+    tl.store(raw_ptr + here, tl.sum(tl.exp(x - top[:, None]).to(tl.float64), 1), mask=number < count)
+    if tempered:
+        z = x / temperature - (top / temperature)[:, None]
+        tl.store(sums_ptr + here, tl.sum(tl.exp(z).to(tl.float64), 1), mask=number < count)
+
+
+@triton.jit
+def _noise(seed, step):
+    """(i + 1/2) / 2^52 of SplitMix64; an int64's own shift repeats the sign."""
+    bits = seed + (step + 1) * _GAMMA
+    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _MIX_30
+    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _MIX_27
+    bits = bits ^ ((bits >> 31) & ((1 << 33) - 1))
+    return (((bits >> 12) & ((1 << 52) - 1)).to(tl.float64) + 0.5) * 2.220446049250313e-16
+
+
+@triton.jit
+def _first(found, at, last):
+    """The first of the positions that are found, or else the last one."""
+    return tl.minimum(tl.min(tl.where(found, at, last)), last)
+
+
+@triton.jit
+def _sample(
+    rows_ptr,
+    tokens_ptr,
+    numbers_ptr,
+    logits_ptr,
+    tops_ptr,
+    sums_ptr,
+    raw_ptr,
+    token_ptr,
+    logp_ptr,
+    raw_logp_ptr,
+    slots,
+    vocab,
+    count,
+    temperature,
+    group,
+    length_row: tl.constexpr,
+    prompt_row: tl.constexpr,
+    limit_row: tl.constexpr,
+    seed_row: tl.constexpr,
+    group_row: tl.constexpr,
+    ended_row: tl.constexpr,
+    stop_row: tl.constexpr,
+    stops: tl.constexpr,
+    stop_width: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    greedy: tl.constexpr,
+    tempered: tl.constexpr,
+    grouped: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Sample the next token of one row, and update its slot."""
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + b)
+    own = numbers_ptr + slot
+    its_group = group
+    if grouped:
+        its_group = tl.load(own + group_row * slots)
+    if its_group != group:
+        return
+    number = tl.arange(0, width)
+    inside = number < count
+    top = tl.load(tops_ptr + b * count + number, mask=inside, other=_LOWEST)
+    most = tl.max(top)
+    raw = tl.load(raw_ptr + b * count + number, mask=inside, other=0.0)
+    raw_total = tl.sum(raw * tl.exp((top - most).to(tl.float64)))
+    raw_norm = tl.log(raw_total)
+    length = tl.load(own + length_row * slots)
+    at = tl.arange(0, block)
+    if greedy:
+        chosen = _first(inside & (top == most), number, count - 1)
+        token = chosen.to(tl.int64) * block + at
+        x = tl.load(logits_ptr + b * vocab + token, mask=token < vocab, other=float("-inf"))
+        index = _first(x == most, at, block - 1)
+    else:
+        weight = raw * tl.exp((top - most).to(tl.float64))
+        if tempered:
+            sums = tl.load(sums_ptr + b * count + number, mask=inside, other=0.0)
+            weight = sums * tl.exp((top / temperature - most / temperature).to(tl.float64))
+        total = tl.sum(weight)
+        norm = tl.log(total)
+        target = _noise(tl.load(own + seed_row * slots), length - tl.load(own + prompt_row * slots)) * total
+        upto = tl.cumsum(weight)
+        last = tl.max(tl.where(weight > 0, number, 0))
+        chosen = _first((upto > target) & (weight > 0), number, last)
+        before = tl.sum(tl.where(number == chosen - 1, upto, 0.0))
+        its_top = tl.sum(tl.where(number == chosen, top, 0.0))
+        token = chosen.to(tl.int64) * block + at
+        x = tl.load(logits_ptr + b * vocab + token, mask=token < vocab, other=float("-inf"))
+        if tempered:
+            share = tl.exp(x / temperature - its_top / temperature).to(tl.float64)
+            share *= tl.exp((its_top / temperature - most / temperature).to(tl.float64))
+        else:
+            share = tl.exp(x - its_top).to(tl.float64) * tl.exp((its_top - most).to(tl.float64))
+        last = tl.max(tl.where(share > 0, at, 0))
+        index = _first((before + tl.cumsum(share) > target) & (share > 0), at, last)
+    sampled = tl.minimum(chosen.to(tl.int64) * block + index, vocab - 1)
+    logit = tl.load(logits_ptr + b * vocab + sampled)
+    raw_logp = ((logit - most).to(tl.float64) - raw_norm).to(tl.float32)
+    logp = raw_logp
+    if tempered:
+        logp = ((logit / temperature - most / temperature).to(tl.float64) - norm).to(tl.float32)
+    tl.store(token_ptr + b, sampled)
+    tl.store(logp_ptr + b, logp)
+    tl.store(raw_logp_ptr + b, raw_logp)
+    running = tl.load(own + ended_row * slots) == 0
+    after = length + running.to(tl.int64)
+    ends = after >= tl.load(own + limit_row * slots)
+    if stops > 0:
+        stop = tl.arange(0, stop_width)
+        tokens = tl.load(own + (stop_row + stop) * slots, mask=stop < stops, other=-1)
+        ends = ends | (tl.max((tokens == sampled).to(tl.int32)) > 0)
+    if running:
+        tl.store(tokens_ptr + slot, sampled)
+        tl.store(own + length_row * slots, after)
+        tl.store(own + ended_row * slots, ends.to(tl.int64))
+
+
+def launch_block_sums(logits_RV: Tensor, options: SamplerOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Maxima [R, blocks] float32, and sums of e^(x - maximum) [R, blocks] float64 at the temperature and at 1."""
+    R, V = logits_RV.shape
+    count = triton.cdiv(V, VOCAB_BLOCK)
+    tops = logits_RV.new_empty(R, count)
+    tempered = _is_tempered(options)
+    raw = torch.empty(R, count, dtype=torch.float64, device=logits_RV.device)
+    sums = torch.empty_like(raw) if tempered else raw
+    given = logits_RV, tops, sums, raw, V, count, options.temperature
+    constants = {"blocks": _BLOCKS, "block": VOCAB_BLOCK, "tempered": tempered}
+    launch_kernel(_block_sums, (R, triton.cdiv(count, _BLOCKS)), given, constants)
+    return tops, sums, raw
+
+
+def launch_sample(
+    rows_R: Tensor,
+    state: SlotState,
+    logits_RV: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    options: SamplerOptions,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Sample a token of each row of the group, and update the state.
+
+    Args:
+      rows_R: int64 slots.
+      state: of all slots.
+      logits_RV: float32.
+      sums: of `launch_block_sums`.
+      options: the group.
+      results: take the tokens [R] int64, and sampling and raw log-probabilities [R] float32.
+    """
+    R, V = logits_RV.shape
+    count = sums[0].shape[1]
+    numbers_CS = state.numbers_CS
+    stops = len(numbers_CS) - STOP
+    given = rows_R, state.tokens_S, numbers_CS, logits_RV, *sums, *results
+    scalars = numbers_CS.stride(0), V, count, options.temperature, options.group
+    constants = {"length_row": LENGTH, "prompt_row": PROMPT, "limit_row": LIMIT, "seed_row": SEED, "group_row": GROUP}
+    constants |= {"ended_row": ENDED, "stop_row": STOP, "stops": stops}
+    constants |= {"stop_width": triton.next_power_of_2(max(1, stops)), "width": triton.next_power_of_2(count)}
+    constants |= {"block": VOCAB_BLOCK, "greedy": options.greedy}
+    constants |= {"tempered": _is_tempered(options), "grouped": options.group >= 0}
+    launch_kernel(_sample, (R,), (*given, *scalars), constants)
+
+
+def _is_tempered(options: SamplerOptions) -> bool:
+    return not options.greedy and options.temperature != 1

@@ -1,0 +1,174 @@
+"""Decoding passes by fused kernels: what they compute, on a CPU by their references, and their operators."""
+
+import collections
+
+import pytest
+import torch
+from device_waits import no_waits
+from small_engines import CONFIGS, PROMPTS, assert_same, completed, engine_of, weights
+from test_engine_families import CONFIGS as OTHERS
+
+from funrl import trees
+from funrl.compiled_kernels import fused_decode
+from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_problem, parts_for
+from funrl.mesh.mesh import Mesh, parse
+from funrl.models import compile_layer, decoder_config, decoder_model
+from funrl.rollout.native.backends import TorchBackend
+from funrl.rollout.native.device import decode_state
+from funrl.rollout.native.device.captured import CapturedFunctions
+from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
+from funrl.rollout.sampling_parameters import Sampling
+
+PLAIN = {
+    name: config
+    for name, config in CONFIGS.items()
+    if not isinstance(decoder_model(config).abilities.compiled_step, str)
+}
+QWEN3 = {"vocab": 151936, "embed": 2048, "heads": 16, "kv_heads": 8, "head": 128, "mlp": 6144, "layers": 28}
+# Launches of an operator; of attention those of the kernels for long sequences, or fewer.
+LAUNCHES = {
+    # of a library
+    "aten::mm": 1,
+    # Triton
+    "funrl::begin_rows": 1,
+    "funrl::rotated_heads": 1,
+    "funrl::decode_attention": 2,
+    "funrl::add_norm": 1,
+    "funrl::gated_halves": 1,
+    "funrl::split_product": 1,
+    "funrl::logit_block_sums": 1,
+    "funrl::sample_rows": 1,
+    # views and memory
+    "aten::numpy_T": 0,
+    "aten::new_empty": 0,
+}
+HOST_COPIES = 3  # tokens and both log-probabilities, one copy each
+
+
+def fused_backend(engine):
+    """The backend of an engine on a CPU, as it is on a GPU."""
+    engine._backend.__dict__["_fused_sizes"] = engine.model.abilities.compiled_step
+    return engine._backend
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_fused_passes_sample_the_tokens_of_others(name):
+    """All of a run of the engine: admissions, ends, pages, groups of samplings."""
+    config = PLAIN[name]
+    plain = engine_of(config, torch.float64, packed=False, static=True)
+    engine = engine_of(config, torch.float64, packed=False, static=True)
+    backend = fused_backend(engine)
+    for sampling in (Sampling(max_new_tokens=20, stop=(3, 17), samples=2), Sampling(max_new_tokens=9, top_k=5)):
+        assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
+    assert backend._fused is not None
+
+
+def test_stacked_weights_are_the_models_own_and_follow_a_load():
+    config = PLAIN["llama"]
+    engine = engine_of(config, torch.float64, packed=False, static=True)
+    backend = fused_backend(engine)
+    completed(engine, PROMPTS, Sampling(max_new_tokens=4))
+    before = dict(trees.named(weights(config, torch.float64)))
+    held = dict(backend.held())
+    assert held.keys() == before.keys() and all(torch.equal(held[name], before[name]) for name in held)
+    q, k = (held[f"layers/0/attn/{name}"] for name in "qk")
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    engine.load(engine.weights.named(weights(config, torch.float64, 1)), 1)
+    first = backend._fused
+    assert first is not None, "a captured pass must not stack weights"
+    plain = engine_of(config, torch.float64, packed=False, static=True)
+    plain.load(plain.weights.named(weights(config, torch.float64, 1)), 1)
+    sampling = Sampling(max_new_tokens=6)
+    assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
+    assert backend._fused is first
+
+
+def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
+    """Passes with prompts are captured first; a graph must not read weights that are stacked later, and so freed."""
+    config = PLAIN["llama"]
+    engine, plain = (engine_of(config, torch.float64, packed=False, static=True) for _ in range(2))
+    backend = fused_backend(engine)
+    addresses = lambda: tuple(x.data_ptr() for _, x in backend.held())  # noqa: E731
+    seen = []
+    run = CapturedFunctions.run
+    watched = lambda graphs, form, function: (seen.append((form.tokens, addresses())), run(graphs, form, function))[1]  # noqa: E731
+    monkeypatch.setattr(CapturedFunctions, "run", watched)
+    sampling = Sampling(max_new_tokens=6)
+    completed(engine, PROMPTS, sampling)
+    assert seen[0][0] and len({read for _, read in seen}) == 1
+    for seed in (1, 2, 3):
+        kept = backend.overwrite(trees.map(torch.clone, weights(config, torch.float64, seed)))
+        plain.load(plain.weights.named(weights(config, torch.float64, seed)), seed)
+        assert kept == (seed > 1) and (not kept or addresses() == seen[-1][1])
+        assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
+
+
+def pass_on_meta(monkeypatch, rows, layers):
+    """Operators of a pass of Qwen3 1.7B by kernels, on a device without numbers."""
+    monkeypatch.setattr(decode_state, "samples_by_kernels", lambda device, groups: True)
+    config = decoder_config(**QWEN3 | {"layers": layers, "tied": True, "qk_norm": True})
+    model = decoder_model(config)
+    backend = TorchBackend(model, Mesh(parse("dp1"), 0, torch.device("meta")), torch.bfloat16, None, 256)
+    backend.__dict__["_fused_sizes"] = model.abilities.compiled_step
+    backend.load(trees.map(lambda x: torch.empty(x.shape, dtype=torch.bfloat16, device="meta"), model.shapes))
+    backend.resize(4)
+    # As on a GPU, whose products are summed in float32.
+    backend.logits = lambda h_RD: torch.mm(h_RD, backend._unembed_VD.T).new_empty(
+        len(h_RD), config.vocab, dtype=torch.float32
+    )
+    state = empty_state(torch.zeros(rows + 1, dtype=torch.int64, device="meta"), 2, 4)
+    rows_B = torch.zeros(rows, dtype=torch.int64, device="meta")
+    form = DecodeForm(rows, 4, ((0, Sampling(temperature=0.7)),))
+    with torch.inference_mode():
+        backend.decode(state, rows_B, form, Spare(3))  # stacks the weights
+        with no_waits() as seen:
+            result = backend.decode(state, rows_B, form, Spare(3))
+    assert all(x.shape == (rows,) and x.is_meta for x in result)
+    return seen.names
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 512])
+def test_a_pass_takes_few_operators_and_launches(monkeypatch, rows):
+    """At most 20 operators and 10 a layer; of 28 layers at most 290 launches, by the list above."""
+    one, two = (pass_on_meta(monkeypatch, rows, layers) for layers in (1, 2))
+    assert len(two) - len(one) <= 10 and 2 * len(one) - len(two) <= 20, collections.Counter(two)
+    names = pass_on_meta(monkeypatch, rows, QWEN3["layers"])
+    assert len(names) == len(one) + 27 * (len(two) - len(one))
+    assert HOST_COPIES + sum(LAUNCHES[name] for name in names) <= 290
+    products = "funrl::split_product" if rows <= SPLIT_PRODUCT_ROWS else "aten::mm"
+    assert names.count(products) >= 4 * 28
+
+
+def test_which_models_it_is_for(monkeypatch):
+    cuda = torch.device("cuda")
+    sizes = decoder_model(PLAIN["llama"]).abilities.compiled_step
+    other = decoder_model(OTHERS["gemma2"]).abilities.compiled_step
+    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: True)
+    monkeypatch.setattr(fused_decode, "kernel_for", lambda *_: None)
+    assert fused_problem(other, torch.bfloat16, cuda, 256).startswith("fused decoding kernels do not take")
+    assert "in 16 bits, not in torch.float32" in fused_problem(sizes, torch.float32, cuda, 256)
+    assert "no kernel attends over pages of 256 tokens" in fused_problem(sizes, torch.bfloat16, cuda, 256)
+    monkeypatch.setattr(fused_decode, "kernel_for", lambda *_: object())
+    assert fused_problem(sizes, torch.bfloat16, cuda, 256) is None
+    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: False)
+    assert "do not run" in fused_problem(sizes, torch.bfloat16, cuda, 256)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_compiled_layer_is_the_models_own_and_another_one_is_not(monkeypatch, remat):
+    model = decoder_model(PLAIN["llama"])
+    monkeypatch.setattr("funrl.rollout.native.backends.fused_problem", lambda *_: None)
+
+    def sizes_of(layer):
+        backend = TorchBackend(model, Mesh(parse("dp1"), 0, torch.device("cuda")), torch.bfloat16, layer, 256)
+        return backend._fused_sizes
+
+    for layer in (None, model.layer, compile_layer(model, "off", remat=remat), compile_layer(model, "on", remat=remat)):
+        assert sizes_of(layer) == model.abilities.compiled_step
+    assert sizes_of(lambda *args: model.layer(*args)) is None
+
+
+def test_parts_occupy_a_gpu_and_divide_the_sum():
+    for outputs, inner in ((4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144), (64, 64)):
+        parts = parts_for(torch.empty(inner, outputs, device="meta"))
+        assert 1 <= parts <= 8 and (parts == 1 or inner // parts >= 256)
