@@ -61,8 +61,6 @@ from funrl.mesh.pools.placement import Placement
 from funrl.processes.environment import ranks_of_node
 from funrl.trainer.jobs.job import RLJob, compute_dtype
 from funrl.trainer.settings.checks import check_settings
-from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import Settings, settings_flags, with_flags
 
 
@@ -422,11 +420,6 @@ def _ray_report(settings: Settings, compose: Callable[[], Algorithm]) -> tuple[s
       ValueError: a flag cannot work.
     """
     check_settings(settings)
-    if scorers := scorers_of(settings):
-        raise SettingsError(
-            f"--dry_run with --place={settings.devices.place}: models that reward on the trainer ranks are not "
-            f"estimated beside generators on Ray; leave --{scorers[0]} out"
-        )
     place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"
     text, numbers = _reported(with_flags(settings, place=place, mesh="dp1"), compose, ())
     note = f"--place={settings.devices.place}: with one generator, which writes all rows"

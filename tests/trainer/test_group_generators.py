@@ -266,7 +266,7 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group():
     generators.end_step()  # place 2 stays empty
     assert generators.ledger.version == 1
     counts = {name: count for name, count in generators.metrics().items() if name.startswith("places/")}
-    assert counts == {"places/begun": 8, "places/refilled": 2, "places/taken": 4, "places/ahead": 0}
+    assert counts == {"places/begun": 8, "places/lost": 0, "places/refilled": 2, "places/taken": 4, "places/ahead": 0}
 
 
 def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():

@@ -335,6 +335,8 @@ class GeneratorLink:
         except errors.RayTaskError:
             raise
         except errors.RayError as error:  # the process, its node or an object is gone
+            if getattr(error, "actor_init_failed", False):  # each further one would fail too
+                raise ClusterError(f"a generator cannot start: {error}") from error
             self._lose(owner, str(error).strip().partition("\n")[0])
 
     def _lose(self, owner: int, cause: str) -> None:

@@ -202,7 +202,8 @@ class GroupGenerators:
             self._numbers = {place: n for place, n in self._numbers.items() if place in self.ledger.places}
             overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
             self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
-            self._counts = {f"places/{name}": self.ledger.counts[name] for name in ("begun", "refilled", "taken")}
+            events = ("begun", "lost", "refilled", "taken")
+            self._counts = {f"places/{name}": self.ledger.counts[name] for name in events}
             self._counts["places/ahead"] = len(self.ledger.written)
             self.ledger.counts.clear()
         self.places, self._counts = from_first_rank((self.places, self._counts), self.mesh)
@@ -431,9 +432,9 @@ class GroupGenerators:
         return files.nbytes
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a newest batch that was written ahead, and of the weights that were sent before it."""
+        """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
         if not self.ahead:
-            return {}
+            return self._counts
         sender = self.engine.sender
         sent = {} if sender is None or not sender.sent_s else {"sync/hidden_share": sender.hidden_share}
         groups = self.batch_groups()

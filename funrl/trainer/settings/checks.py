@@ -306,15 +306,15 @@ def check_placement(s: Settings) -> None:
 
 def _check_ray(s: Settings) -> None:
     """Refuse flags that do not go with generators on Ray. Raises: SettingsError."""
-    scorers = scorers_of(s)
     problems = {
         "engine": (not s.engines.abilities.own_steps, "generators on Ray have the native engine"),
         "agents": (has_further_agents(s), "generators on Ray have the policy's weights alone"),
-        scorers[0] if scorers else "judge": (bool(scorers), "no model rewards what generators on Ray write"),
     }
     for name, (given, problem) in problems.items():
         if given:
             raise s.refusal(f"{{{name}}} with {{place}}: {problem}; leave it out, or give generator ranks: generate:2")
+    if not s.estimate.dry_run and importlib.util.find_spec("ray") is None:
+        raise s.refusal("{place}: ray is not installed; pip install 'funrl[ray]'")
 
 
 def check_mesh_flags(s: Settings) -> None:
