@@ -502,28 +502,45 @@ class GroupGenerators:
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Some groups that have ended, or else those of the next batch, by number. Collective."""
-        entered(name)
-        pauses = Pauses(1)
-        limit = ProgressLimit(limit_of(self.mesh), name, WORK_KEY)
-        groups = None
-        while not from_first_rank(groups is not None, self.mesh):  # so that the others wait a few seconds at a time
-            sign = time.monotonic() + PROGRESS_S
-            while self.ledger is not None and groups is None and time.monotonic() < sign:
-                if self._read_deliveries(self.ledger):
-                    pauses = Pauses(1)
-                groups = self._complete(self.ledger, numbers)
-                if groups is None:
-                    pauses.sleep()
-                    limit.check()
-            beat()
-        left()
+        groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
         return from_first_rank(groups, self.mesh)
 
-    def _read_deliveries(self, ledger: Ledger) -> int:
+    def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
+        """Wait until `look` gives a result on the first rank; None on the others. Collective.
+
+        The others wait a few seconds at a time, so that no collective takes longer.
+
+        Args:
+          name: of what is waited for.
+        """
+        entered(name)
+        limit = ProgressLimit(limit_of(self.mesh), name, WORK_KEY)
+        result = None
+        while not from_first_rank(result is not None, self.mesh):
+            if self.mesh.rank == 0:
+                result = self._look(look, limit)
+            beat()
+        left()
+        return result
+
+    def _look(self, look: Callable[[], Any], limit: ProgressLimit) -> Any:
+        """The result of `look`; None: it has given none for some seconds."""
+        pauses = Pauses(1)
+        end = time.monotonic() + PROGRESS_S
+        while time.monotonic() < end:
+            if self._read_deliveries():
+                pauses = Pauses(1)
+            if (result := look()) is not None:
+                return result
+            pauses.sleep()
+            limit.check()
+        return None
+
+    def _read_deliveries(self) -> int:
         """Note the groups that have been delivered since the last call; returns their number."""
         count = 0
-        while (group := self._board.next_delivery()) is not None:
-            self._deliver(ledger, group)
+        while self.ledger is not None and (group := self._board.next_delivery()) is not None:
+            self._deliver(self.ledger, group)
             beat()
             count += 1
         return count
