@@ -20,11 +20,20 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement import board, groups
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, group_parts, prompts_at
-from funrl.trainer.placement.groups import GroupGenerators
+from funrl.trainer.placement.groups import ChosenPrompts, GroupGenerators
 from funrl.trainer.placement.logged import LoggedGroup
+from funrl.trainer.placement.messages import (
+    GroupPrompt,
+    GroupWork,
+    WrittenGroup,
+    WrittenRows,
+    age_metrics,
+    group_parts,
+    origins_of,
+    prompts_at,
+    split_origins,
+)
 from funrl.trainer.placement.writer import GroupWriter
-from funrl.trainer.placement.written_groups import WrittenGroup, WrittenRows, age_metrics, origins_of, split_origins
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores

@@ -30,9 +30,9 @@ from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_prompts import HELDOUT
 from funrl.trainer.placement.groups import ledger_rule
 from funrl.trainer.placement.messages import (
+    HELDOUT,
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
@@ -41,9 +41,10 @@ from funrl.trainer.placement.messages import (
     ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
+    WrittenRows,
+    written_rows,
 )
 from funrl.trainer.placement.writer import GroupWriter
-from funrl.trainer.placement.written_groups import WrittenRows, written_rows
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout

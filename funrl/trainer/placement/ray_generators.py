@@ -35,18 +35,19 @@ from funrl.rollout.remote.digests import EngineDigests
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, baseline_of
-from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
-from funrl.trainer.placement.source import needs_tokens, source_of_generators
-from funrl.trainer.placement.written_groups import (
+from funrl.trainer.placement.groups import GroupGenerators, ledger_rule, needs_tokens, source_of_generators
+from funrl.trainer.placement.messages import (
+    GroupPrompt,
+    GroupWork,
     WrittenGroup,
     WrittenRows,
+    baseline_of,
     in_place_of,
     join_groups,
     own_fields,
     split_origins,
 )
+from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
