@@ -13,18 +13,27 @@ from funrl.batch import Batch
 from funrl.data.prompts import Example
 from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel
-from funrl.mesh.pools.transfer import WeightDelivery, WeightTransfer
+from funrl.mesh.pools.transfer import WeightDelivery
 from funrl.rollout.ledger import LedgerRule, PlaceState
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement import board, groups
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, group_parts, prompts_at
-from funrl.trainer.placement.groups import GroupGenerators
+from funrl.trainer.placement.groups import ChosenPrompts, GroupGenerators
 from funrl.trainer.placement.logged import LoggedGroup
+from funrl.trainer.placement.messages import (
+    GroupPrompt,
+    GroupWork,
+    WrittenGroup,
+    WrittenRows,
+    age_metrics,
+    group_parts,
+    origins_of,
+    prompts_at,
+    split_origins,
+)
 from funrl.trainer.placement.writer import GroupWriter
-from funrl.trainer.placement.written_groups import WrittenGroup, WrittenRows, age_metrics, origins_of, split_origins
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores
@@ -326,7 +335,7 @@ class OneBuffer:
     def arrived(self):
         self.looks += 1
         assert self.looks < 100, "it waits for weights for which there is no room"
-        return WeightDelivery(WeightTransfer(self.next), {})
+        return WeightDelivery({"": self.next}, {})
 
     def release(self):
         self.next += 1
@@ -340,6 +349,6 @@ def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     writer.evaluates = False
     writer._reported = 5
     writer._measured = True
-    writer._take_weights = lambda arrived: setattr(engine, "version", arrived.transfer.version)
+    writer._take_weights = lambda arrived: setattr(engine, "version", arrived.versions[""])
     writer.take_version(5)
     assert engine.version == 5 and buffer.next == 6

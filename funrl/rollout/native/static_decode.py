@@ -32,7 +32,6 @@ from funrl.rollout.native.device.row_sampler import SamplingGroups
 from funrl.rollout.native.passes import Backend, PassPlan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
-from funrl.rollout.sampling_parameters import Sampling
 
 MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
 MIXED_TOKENS = (256, 512, 768, 1024, 1536, 2048)  # new tokens that a pass with prompts is padded to

@@ -21,8 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from funrl.mesh.pools.channel import run_store, take_value, write_value
-from funrl.trainer.placement.group_prompts import GroupWork
-from funrl.trainer.placement.written_groups import WrittenGroup
+from funrl.trainer.placement.messages import GroupWork, WrittenGroup
 
 GROUPS_KEY = "funrl/groups"
 WORK_KEY = f"{GROUPS_KEY}/work"

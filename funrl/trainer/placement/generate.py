@@ -24,15 +24,15 @@ from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import compared_greedy, engine_digests
-from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
+from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_prompts import HELDOUT
 from funrl.trainer.placement.groups import ledger_rule
 from funrl.trainer.placement.messages import (
+    HELDOUT,
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
@@ -41,9 +41,10 @@ from funrl.trainer.placement.messages import (
     ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
+    WrittenRows,
+    written_rows,
 )
 from funrl.trainer.placement.writer import GroupWriter
-from funrl.trainer.placement.written_groups import WrittenRows, written_rows
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
@@ -123,10 +124,6 @@ class GeneratorRank:
 
     def answer(self, request: object) -> object:
         """The value of the answer to a request. Raises: RewardError."""
-        if isinstance(request, ReadyRequest):
-            return None
-        if isinstance(request, LoadRequest):
-            return self._load(request)
         if isinstance(request, SendGroupsRequest):
             return self.writer.send(request, self.training)
         if isinstance(request, EpisodesRequest):
@@ -159,8 +156,8 @@ class GeneratorRank:
         metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
         return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
 
-    def _load(self, request: LoadRequest) -> None:
-        """Take weights."""
+    def load(self, request: LoadRequest) -> None:
+        """Take weights. Collective."""
         generator = self.generator
         engine = generator.engine
         plan = generator.to_engine
@@ -225,14 +222,17 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
 
 def load_arrived(generator: Generator, arrived: WeightDelivery) -> None:
     """Load weights that have arrived into the engines."""
-    engine = generator.engine
-    engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
-    for name, tree in arrived.further.items():
-        generator.further[name].load(generator.whole.weights.named(tree), arrived.transfer.further[name])
+    for name, tree in arrived.trees.items():
+        engine, form = (generator.further[name], generator.whole) if name else (generator.engine, generator.engine)
+        engine.load(form.weights.named(tree), arrived.versions[name])
 
 
 def _serve(rank: GeneratorRank, request: object, answers: Answers) -> None:
     """Answer one request. Collective."""
+    if isinstance(request, LoadRequest):
+        answers.answer(None)
+        rank.load(request)
+        return
     value = problem = None
     try:
         value = rank.answer(request)
@@ -244,4 +244,4 @@ def _serve(rank: GeneratorRank, request: object, answers: Answers) -> None:
 
 
 # Requests whose answers are values without remarks; nobody reads that of the last one.
-PLAIN_REQUESTS = (ReadyRequest, LoadRequest, GreedyRequest, DigestsRequest, BeginEvaluationRequest)
+PLAIN_REQUESTS = (GreedyRequest, DigestsRequest, BeginEvaluationRequest)

@@ -33,8 +33,14 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_prompts import GroupWork, group_parts
-from funrl.trainer.placement.written_groups import GroupFields, WrittenGroup, describe_group, further_fields
+from funrl.trainer.placement.messages import (
+    GroupFields,
+    GroupWork,
+    WrittenGroup,
+    describe_group,
+    further_fields,
+    group_parts,
+)
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.generation import Rollout

@@ -24,8 +24,8 @@ from funrl.environments.logged import LoggedEpisode
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit
 from funrl.mesh.pools.ray_pool import generators_on_ray
-from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger
@@ -35,18 +35,19 @@ from funrl.rollout.remote.digests import EngineDigests
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, baseline_of
-from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
-from funrl.trainer.placement.source import needs_tokens, source_of_generators
-from funrl.trainer.placement.written_groups import (
+from funrl.trainer.placement.groups import GroupGenerators, ledger_rule, needs_tokens, source_of_generators
+from funrl.trainer.placement.messages import (
+    GroupPrompt,
+    GroupWork,
     WrittenGroup,
     WrittenRows,
+    baseline_of,
     in_place_of,
     join_groups,
     own_fields,
     split_origins,
 )
+from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
@@ -55,7 +56,6 @@ from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, join_rows, split_rows, take
 from funrl.trainer.storage.shard_server import CheckpointError
 
-SIGN_S = 5.0  # between two signs of the first rank to the others, while it waits
 ROWS = "rows"  # topic of the exchange
 
 
@@ -243,35 +243,26 @@ class RayGenerators(GroupGenerators):
             self._rows |= {part: rows for part, rows in parts.items() if rows is not None}
         return groups
 
-    def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
-        """Wait until `look` gives a result on the first rank, under the lock; None on the others. Collective.
+    def _look(self, look: Callable[[], Any], limit: ProgressLimit) -> Any:
+        """The result of `look`, under the lock; None: it has given none for some seconds.
 
         Raises:
           Exception: whatever ends the run, such as ClusterError.
         """
-        entered(name)
+        del limit  # the link has its own
+        deadline = time.monotonic() + PROGRESS_S
         result = None
-        while True:
-            if self.mesh.rank == 0:
-                try:
-                    with self._link.changed:
-                        result = self._look(look)
-                finally:
-                    while self._notes:
-                        self.show.note(self._notes.pop(0))
-            if from_first_rank(result is not None, self.mesh):
-                break
-            beat()
-        left()
+        try:
+            with self._link.changed:
+                self._link.check()
+                while (result := look()) is None and not self._notes:
+                    if not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
+                        break
+                    self._link.check()
+        finally:
+            while self._notes:
+                self.show.note(self._notes.pop(0))
         return result
-
-    def _look(self, look: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + SIGN_S
-        while True:
-            self._link.check()
-            result = look()
-            if result is not None or self._notes or not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
-                return result
 
     def _keep(self, work: GroupWork, value: tuple[WrittenGroup, bool], references: Any, objects: Any) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""

@@ -29,14 +29,17 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_prompts import GroupWork, baseline_of, group_parts, prompts_at
-from funrl.trainer.placement.messages import SendGroupsRequest
-from funrl.trainer.placement.written_groups import (
+from funrl.trainer.placement.messages import (
     GroupFields,
+    GroupWork,
+    SendGroupsRequest,
     WrittenGroup,
+    baseline_of,
     describe_group,
     further_fields,
+    group_parts,
     own_fields,
+    prompts_at,
     split_origins,
 )
 from funrl.trainer.sources.group_rows import Share, WrittenSamples, write_group
