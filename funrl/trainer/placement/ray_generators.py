@@ -11,6 +11,7 @@ objects and never unpickles rows of others. Its node needs a store of (S + 1) ba
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,72 +60,23 @@ from funrl.trainer.storage.shard_server import CheckpointError
 ROWS = "rows"  # topic of the exchange
 
 
-class RayBoard:
-    """The groups of a run on the trainer's first rank, for its link.
-
-    A place keeps its prompt in each attempt, until another prompt refills it.
+class PromptCounter:
+    """Positions of prompts in their order, which the first rank alone takes; in place of a `GroupBoard`.
 
     Attributes:
       replicas: number of replicas by which metrics divide; generators come and go.
-      deliver: receives a group that has ended, as `GeneratorCall.then`.
-
-    Example:
-      board.ask([GroupWork(number=0, place=0, prompt=prompt)])
-      call = board.take(place=0)
-      call.then((facts, True), references, objects)
     """
 
     replicas = 1
 
-    def __init__(self, link: GeneratorLink, samples: int) -> None:
-        """Begin before the first place.
-
-        Args:
-          link: begins calls.
-          samples: of a group.
-        """
-        self.deliver: Callable[[GroupWork, Any, Sequence[Any], Sequence[Any]], None] = lambda *group: None
-        self._link = link
-        self._samples = samples
-        self._prompts = 0  # that were taken
-        self._waiting: dict[int, GroupWork] = {}  # by place
-        self._running: dict[int, GroupWork] = {}
+    def __init__(self) -> None:
+        """Begin with the first prompt."""
+        self._taken = 0
 
     def take_prompt(self, count: int = 1) -> int:
-        """Position of a prompt, where a filter may drop some; see `GroupBoard`."""
-        self._prompts += count
-        return self._prompts - count
-
-    def ask(self, works: Sequence[GroupWork], queue: str) -> None:
-        """Ask for groups; those without a place are written with the newest weights."""
-        del queue
-        with self._link.changed:
-            self._waiting |= {work.place: work for work in works if work.place is not None}
-        self._link.begin([self._call_of(work) for work in works if work.place is None])
-
-    def has(self, place: int) -> bool:
-        """True if a place was asked for and has not ended."""
-        return place in self._waiting or place in self._running
-
-    def take(self, place: int) -> GeneratorCall | None:
-        """The call that writes a place; see `WorkBoard`."""
-        work = self._waiting.pop(place, None)
-        if work is None:
-            return None
-        self._running[place] = work
-        return self._call_of(work)
-
-    def put_back(self, places: Sequence[int]) -> None:
-        """Keep places for another generator; see `WorkBoard`."""
-        self._waiting |= {place: self._running.pop(place) for place in places}
-
-    def _call_of(self, work: GroupWork) -> GeneratorCall:
-        def ended(value: Any, references: Sequence[Any], objects: Sequence[Any]) -> None:
-            if work.place is not None:
-                del self._running[work.place]
-            self.deliver(work, value, references, objects)
-
-        return GeneratorCall("write", (work,), ended, objects=1 + self._samples + work.baseline)
+        """Position of the first of some prompts, which are taken."""
+        self._taken += count
+        return self._taken - count
 
 
 class RayGenerators(GroupGenerators):
@@ -152,9 +104,7 @@ class RayGenerators(GroupGenerators):
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
         filters = rule.prompts > 1 and not rule.rounds
         self._link = GeneratorLink(_request(job, engine, filters), self._exchange, self._notes.append)
-        self._board = RayBoard(self._link, self._samples)
-        self._board.deliver = self._keep
-        self._link.board = self._board
+        self._board = PromptCounter()
         engine.complete = self._complete_greedily
         engine.wait_for_digests = self._wait_for_digests
         if self.mesh.rank == 0:
@@ -224,7 +174,17 @@ class RayGenerators(GroupGenerators):
 
     def _begin_places(self, ledger: Ledger) -> list[int]:
         """The places that may begin and were not asked for; the link begins them in the ledger."""
-        return [place for place in ledger.next_places(ledger.version, ledger.until) if not self._board.has(place)]
+        return [place for place in ledger.next_places(ledger.version, ledger.until) if place not in self._link.asked]
+
+    def _ask(self, works: Sequence[GroupWork], queue: str = "") -> None:
+        """Ask for groups; those without a place are written with the newest weights."""
+        del queue
+
+        def call(work: GroupWork) -> GeneratorCall:
+            keep = functools.partial(self._keep, work)
+            return GeneratorCall("write", (work,), keep, objects=1 + self._samples + work.baseline, place=work.place)
+
+        self._link.begin([call(work) for work in works])
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Groups that have ended; see `GroupGenerators`. Collective."""
