@@ -94,7 +94,7 @@ class ToolCall:
 
 
 class TwoAgents:
-    """The policy writes, and an earlier self of it answers; each has a reward of its own."""
+    """The policy writes, and an earlier self of it, or a model of a directory, answers; each has its own reward."""
 
     agents = ("policy", "rival")
 
@@ -152,7 +152,8 @@ def job_of(folder, ways):
         flags |= {"judge": f"{folder}/judge", "judge_template": f"{folder}/template.txt", "judge_pattern": "[a-h]"}
         flags |= {"judge_max_new_tokens": 8}
     if ways["unit"] == "agents":
-        flags |= {"agents": "rival:frozen"}
+        on_ray = ways["place"].startswith("ray")  # whose generators get no earlier selves
+        flags |= {"agents": f"rival:{folder}/{kind}" if on_ray else "rival:frozen"}
     flags |= {"max_refills": 3} if ways["filter"] else {}
     flags |= {"new_tokens_per_step": 3} if ways["parts"] else {}
     flags |= {"lora_rank": 2} if ways["adapters"] else {}

@@ -29,7 +29,7 @@ from funrl.rollout.ray.engine import WeightBucket, pull_weights
 from funrl.rollout.ray.link import GeneratorFacts
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.resident import ResidentEngine
-from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
@@ -102,12 +102,13 @@ class GeneratorActor:
         self._mesh = single("cuda:0" if job.device == "cuda" else "cpu")
         parts = build(job, self._mesh, self._notes.note)
         generator = parts.generator._replace(engine=parts.generator.whole, base=None)  # adapters come merged
+        load_directories(generator.frozen)
         parts = dataclasses.replace(parts, generator=generator, pool=pool)
         self._engine = generator.engine
         generation = generation_of(job, parts, {}, Clock(), self._notes)
         engine = generation.engine._replace(proof=None, note=self._notes.note)
         self._generation = generation._replace(engine=engine)
-        self._resident = ResidentEngine(self._engine)
+        self._resident = ResidentEngine(generator.serving)
         requests = generation.sampling.samples + generation.greedy_baseline
         name = f"{socket.gethostname()}:{os.getpid()}"
         return GeneratorFacts(name, max(1, job.settings.engines.decode_rows // requests))
