@@ -20,6 +20,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement import board, groups
 from funrl.trainer.placement.board import GroupBoard
+from funrl.trainer.placement.generate import GroupWriter
 from funrl.trainer.placement.groups import ChosenPrompts, GroupGenerators
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import (
@@ -33,7 +34,6 @@ from funrl.trainer.placement.messages import (
     prompts_at,
     split_origins,
 )
-from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores

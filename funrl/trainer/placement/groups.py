@@ -467,11 +467,13 @@ class GroupGenerators:
         Raises:
           CheckpointError: one of them cannot write.
         """
-        number = self.requests.post(EpisodesRequest(str(folder.absolute()), self._rounds))
-        files: WrittenFiles = self._answer(number, "the generators' episodes")
+        files = self._write_episodes(EpisodesRequest(str(folder.absolute()), self._rounds))
         if files.problem:
             raise CheckpointError(files.problem)
         return files.nbytes
+
+    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
+        return self._answer(self.requests.post(request), "the generators' episodes")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""

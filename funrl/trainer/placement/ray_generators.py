@@ -14,7 +14,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,15 @@ from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
-from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
+from funrl.trainer.placement.generate import write_logged
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule, needs_tokens, source_of_generators
 from funrl.trainer.placement.messages import (
+    EpisodesRequest,
     GroupPrompt,
     GroupWork,
+    WrittenFiles,
     WrittenGroup,
     WrittenRows,
     baseline_of,
@@ -54,7 +55,6 @@ from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, join_rows, split_rows, take
-from funrl.trainer.storage.shard_server import CheckpointError
 
 ROWS = "rows"  # topic of the exchange
 
@@ -182,24 +182,9 @@ class RayGenerators(GroupGenerators):
             self._link.batches[self.engine.version or 0] = step - 1
         self._link.wake()
 
-    def write_episodes(self, folder: Path) -> int:
-        """Write the episodes of the newest step on the first rank; see `GroupGenerators`. Collective."""
-        episodes = [
-            logged._replace(number=place * samples + logged.number)
-            for numbers, samples in self._rounds
-            for place, number in enumerate(numbers)
-            for logged in self._logged.get(number, ())
-        ]
-        nbytes = 0
-        problem = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            nbytes = write_episodes(folder, episodes, Mesh())
-        except OSError as error:
-            problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
-        if problem := from_first_rank(problem, self.mesh):
-            raise CheckpointError(problem)
-        return nbytes
+    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
+        """Write episodes on the first rank; see `GroupGenerators`. Collective."""
+        return from_first_rank(write_logged(request, self._logged, Mesh()), self.mesh)
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
