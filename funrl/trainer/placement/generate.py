@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import TransferGroup, WeightDelivery, WeightForm, WeightReceiver
+from funrl.mesh.pools.transfer import TransferGroup, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
@@ -33,13 +33,11 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
-from funrl.rollout.ledger import LedgerRule
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.remote.digests import compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest
-from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
@@ -170,7 +168,7 @@ class GroupResult(NamedTuple):
 
 
 class GroupWriter:
-    """The groups of this rank's replica.
+    """Writer of the groups of this rank's replica, which serves the trainer ranks meanwhile.
 
     Attributes:
       resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
@@ -182,21 +180,25 @@ class GroupWriter:
 
     def __init__(
         self,
+        job: RLJob,
         generation: Generation,
+        generator: Generator,
+        training: Mesh,
         receiver: WeightReceiver,
-        take_weights: Callable[[WeightDelivery], None],
-        board: GroupBoard,
-        rule: LedgerRule,
+        show: ShowBuffer,
     ) -> None:
         """Begin without groups.
 
         Args:
+          job: what runs.
           generation: as of a source, on the mesh to generate on.
+          generator: with an engine of this rank.
+          training: mesh of the trainer ranks.
           receiver: of weights.
-          take_weights: gives arrived weights to the engine.
-          board: of the groups.
-          rule: of the ledger.
+          show: receives what an evaluation shows.
         """
+        self.generation = generation
+        self.show = show
         self.mesh = mesh = generation.engine.mesh
         self.engine = generation.engine.engine
         self.resident = ResidentEngine(self.engine) if mesh.index("tensor") == 0 else None
@@ -206,13 +208,17 @@ class GroupWriter:
             engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
         )
         self._receiver = receiver
-        self._take_weights = take_weights
-        self._board = board
-        self._rule = rule
+        self._generator = generator
+        self._training = training
+        self._board = GroupBoard(self._replicas, int(mesh.index(mesh.row_axes)))
+        self._rule = ledger_rule(job, generation)
+        self._scored = bool(scorers_of(job.settings))  # models on the trainer ranks score completions
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
+        self._heldout: HeldoutWriter | None = None
         self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
+        self._unscored: list[tuple[Rollout, Rows]] = []  # completions of an evaluation that models score
         self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self.logged: dict[int, list[LoggedEpisode]] = {}
@@ -272,7 +278,10 @@ class GroupWriter:
         """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
         arrived = self._receiver.arrived()
         assert arrived is not None
-        self._take_weights(arrived)
+        generator = self._generator
+        for name, tree in arrived.trees.items():
+            engine, form = (generator.further[name], generator.whole) if name else (generator.engine, generator.engine)
+            engine.load(form.weights.named(tree), arrived.versions[name])
         self._receiver.release()
 
     def take_version(self, version: int) -> None:
@@ -293,38 +302,86 @@ class GroupWriter:
         heartbeat.left()
         self._tell_version()
 
-    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, Share]]) -> None:
-        """Begin to write this replica's part of an evaluation. Collective over "tensor"."""
+    def next_request(self, answers: Answers) -> object:
+        """The next request of the trainer ranks, before which groups are written. Collective."""
+        while not self.turn(answers).request:
+            self.step()
+        return answers.take("a request of the trainer ranks")
+
+    def answer(self, request: object) -> object:
+        """The value of the answer to a request. Collective. Raises: RewardError."""
+        if isinstance(request, SendGroupsRequest):
+            return self._send(request)
+        if isinstance(request, EpisodesRequest):
+            return write_logged(request, self.logged, self.mesh)
+        if isinstance(request, EndEvaluationRequest | ScoresRequest):
+            return self._end_evaluation(request)
+        assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
+        self.take_version(request.version)
+        if isinstance(request, DigestsRequest):
+            return engine_digests(self._generator.whole if request.base else self._generator.engine)
+        if isinstance(request, GreedyRequest):
+            return self._greedy(request)
+        return self._begin_evaluation(request)
+
+    def load(self, request: LoadRequest) -> None:
+        """Take the first weights of an engine. Collective."""
+        generator = self._generator
+        engine = generator.engine
+        plan = generator.to_engine
+        if request.base and generator.base is not None:
+            engine = generator.base.engine
+            plan = generator.base.to_engine
+        if request.model:
+            engine = cast(NativeEngine, generator.further[request.model])
+            plan = generator.to_whole
+        with heartbeat.phase("reshard"):
+            engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
+
+    def _begin_evaluation(self, request: BeginEvaluationRequest) -> None:
+        """Begin to write this replica's part of an evaluation."""
+        self._heldout = HeldoutWriter(self.generation, request.step)
         self.evaluates = True
         if self.resident is not None:
-            self._evaluation = self._loop.create_task(write(self.resident))
+            self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
 
-    def end_evaluation(self) -> Share | None:
-        """Wait for this replica's part of the evaluation; None on its other tensor ranks. Collective over "tensor"."""
+    def _end_evaluation(self, request: EndEvaluationRequest | ScoresRequest) -> HeldoutEvaluation | WrittenRows:
+        """End the evaluation once this replica's part is written, or have models score its rows first."""
+        heldout = self._heldout
+        if heldout is None:
+            raise RuntimeError("no evaluation has begun")
         while self.evaluates:
             self.turn(None)
             self.step()
-        return None if self._evaluation is None else self._evaluation.result()
+        if isinstance(request, ScoresRequest):
+            done, rows = self._unscored.pop()
+            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
+        else:
+            done, rows = heldout.join(None if self._evaluation is None else self._evaluation.result())
+            if self._scored:
+                self._unscored.append((done, rows))
+                self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
+                return written_rows(done, rows)
+        metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
+        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
 
-    def complete_beside(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests beside the groups; no newer weights arrive meanwhile. Collective over "tensor"."""
+    def _greedy(self, request: GreedyRequest) -> Greedy:
+        """Greedy completions of the first replica, beside the groups; no newer weights arrive meanwhile."""
+        requests = greedy_requests(request.prompts, request.new_tokens)
         task = None if self.resident is None else self._loop.create_task(self.resident.ask_all(requests))
         while not from_first(task is not None and task.done(), self.mesh, "tensor"):
             self.turn(None)
             self.step()
-        return from_first(None if task is None else task.result(), self.mesh, "tensor")
+        done = from_first(None if task is None else task.result(), self.mesh, "tensor")
+        return compared_greedy(greedy_of(done, self.mesh.device), self.mesh)
 
-    def keep(self, number: int, rows: Rows) -> None:
-        """Keep this replica's rows of those that all replicas have written, until `send` hands them over."""
-        self._held[number] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
-
-    def send(self, request: SendGroupsRequest, training: Mesh) -> None:
+    def _send(self, request: SendGroupsRequest) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
         own = np.flatnonzero(request.owner == self._board.owner)
         if len(own):
             runs = split_origins(request.origins[own])
             rows = join_rows([take(self._held[number], places) for number, places in runs])
-            way = Handover(request.lengths, request.owner, request.to, source=self.mesh, target=training)
+            way = Handover(request.lengths, request.owner, request.to, source=self.mesh, target=self._training)
             with heartbeat.phase("send_rows"):
                 send_rows(*own_fields(rows.batch), way)
         for number in request.groups:
@@ -465,99 +522,6 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class GeneratorRank:
-    """A rank that generates: it writes groups, and serves requests of the trainer ranks meanwhile."""
-
-    def __init__(
-        self,
-        generation: Generation,
-        generator: Generator,
-        training: Mesh,
-        show: ShowBuffer,
-        writer: GroupWriter,
-        *,
-        scored: bool,
-    ) -> None:
-        """Begin without groups.
-
-        Args:
-          generation: as of a source.
-          generator: with an engine of this rank.
-          training: the mesh of the trainer ranks.
-          show: receives what is shown.
-          writer: of the groups.
-          scored: whether models on the trainer ranks score completions.
-        """
-        self.scored = scored
-        self.generation = generation
-        self.generator = generator
-        self.training = training
-        self.show = show
-        self.writer = writer
-        self._heldout: HeldoutWriter | None = None
-        self._unscored: list[tuple[Rollout, Rows]] = []  # completions of an evaluation that models score
-
-    def next_request(self, answers: Answers) -> object:
-        """The next request of the trainer ranks, before which groups are written. Collective."""
-        while not self.writer.turn(answers).request:
-            self.writer.step()
-        return answers.take("a request of the trainer ranks")
-
-    def answer(self, request: object) -> object:
-        """The value of the answer to a request. Raises: RewardError."""
-        if isinstance(request, SendGroupsRequest):
-            return self.writer.send(request, self.training)
-        if isinstance(request, EpisodesRequest):
-            return write_logged(request, self.writer.logged, self.writer.mesh)
-        if isinstance(request, EndEvaluationRequest | ScoresRequest):
-            return self._end_evaluation(request)
-        assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
-        self.writer.take_version(request.version)
-        if isinstance(request, DigestsRequest):
-            return engine_digests(self.generator.whole if request.base else self.generator.engine)
-        if isinstance(request, GreedyRequest):
-            return self._greedy(request)
-        self._heldout = HeldoutWriter(self.generation, request.step)
-        return self.writer.begin_evaluation(self._heldout.write)
-
-    def _end_evaluation(self, request: EndEvaluationRequest | ScoresRequest) -> HeldoutEvaluation | WrittenRows:
-        """End the evaluation, or have models score its rows first. Collective."""
-        heldout = self._heldout
-        if heldout is None:
-            raise RuntimeError("no evaluation has begun")
-        if isinstance(request, ScoresRequest):
-            done, rows = self._unscored.pop()
-            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
-        else:
-            done, rows = heldout.join(self.writer.end_evaluation())
-            if self.scored:
-                self.writer.keep(HELDOUT, rows)
-                self._unscored.append((done, rows))
-                return written_rows(done, rows)
-        metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
-        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
-
-    def load(self, request: LoadRequest) -> None:
-        """Take weights. Collective."""
-        generator = self.generator
-        engine = generator.engine
-        plan = generator.to_engine
-        if request.base and generator.base is not None:
-            engine = generator.base.engine
-            plan = generator.base.to_engine
-        if request.model:
-            engine = cast(NativeEngine, generator.further[request.model])
-            plan = generator.to_whole
-        with heartbeat.phase("reshard"):
-            engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
-
-    def _greedy(self, request: GreedyRequest) -> Greedy:
-        """Greedy completions of the first replica, beside the groups."""
-        mesh = self.generation.engine.mesh
-        done = self.writer.complete_beside(greedy_requests(request.prompts, request.new_tokens))
-        return compared_greedy(greedy_of(done, mesh.device), mesh)
-
-
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:
     """Serve the trainer ranks, on a rank that generates, until they have ended; returns `End.result`.
 
@@ -577,36 +541,26 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
     whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
     receiver = WeightReceiver(generating, form, whole_form, group)
-    board = GroupBoard(generating.size(generating.row_axes), int(generating.index(generating.row_axes)))
-    take_weights = functools.partial(load_arrived, generator)
-    writer = GroupWriter(generation, receiver, take_weights, board, ledger_rule(job, generation))
-    rank = GeneratorRank(generation, generator, training, show, writer, scored=bool(scorers_of(job.settings)))
+    writer = GroupWriter(job, generation, generator, training, receiver, show)
     with stops_when_asked(), answers.showing_progress(), receiver.receiving(), contextlib.closing(writer):
-        while not isinstance(request := rank.next_request(answers), End):
-            _serve(rank, request, answers)
+        while not isinstance(request := writer.next_request(answers), End):
+            _serve(writer, request, answers)
     return request.result
 
 
-def load_arrived(generator: Generator, arrived: WeightDelivery) -> None:
-    """Load weights that have arrived into the engines."""
-    for name, tree in arrived.trees.items():
-        engine, form = (generator.further[name], generator.whole) if name else (generator.engine, generator.engine)
-        engine.load(form.weights.named(tree), arrived.versions[name])
-
-
-def _serve(rank: GeneratorRank, request: object, answers: Answers) -> None:
+def _serve(writer: GroupWriter, request: object, answers: Answers) -> None:
     """Answer one request. Collective."""
     if isinstance(request, LoadRequest):
         answers.answer(None)
-        rank.load(request)
+        writer.load(request)
         return
     value = problem = None
     try:
-        value = rank.answer(request)
+        value = writer.answer(request)
     except RewardError as error:  # on every rank of the mesh
         problem = str(error)
     if not isinstance(request, PLAIN_REQUESTS):
-        value = PoolAnswer(value, tuple(rank.show.take().notes), problem)
+        value = PoolAnswer(value, tuple(writer.show.take().notes), problem)
     answers.answer(value)
 
 
