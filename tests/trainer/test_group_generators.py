@@ -51,7 +51,8 @@ def new_generators(schedule=None, queue="tickets", replicas=1, **rule):
     rewarded = SimpleNamespace(queue=queue)
     schedule = schedule or PromptSchedule(PROMPTS, 4)
     generation = Generation(cast(Any, rewarded), schedule, Sampling(), PromptEvaluation((), Sampling()))
-    generators = GroupGenerators(cast(Any, engine), cast(Any, None), rule=rule, generation=generation)
+    with mock.patch.multiple(groups, ledger_rule=lambda *_: rule, needs_tokens=lambda *_: False):
+        generators = GroupGenerators(cast(Any, None), cast(Any, engine), generation, cast(Any, None))
     generators._board.replicas = replicas
     return generators
 

@@ -34,7 +34,7 @@ from funrl.rollout.remote.digests import EngineDigests
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
 from funrl.trainer.placement.generate import write_logged
-from funrl.trainer.placement.groups import GroupGenerators, ledger_rule, needs_tokens, source_of_generators
+from funrl.trainer.placement.groups import GroupGenerators, source_of_generators
 from funrl.trainer.placement.messages import (
     EpisodesRequest,
     GroupPrompt,
@@ -139,9 +139,7 @@ class RayGenerators(GroupGenerators):
           generation: of the trainer ranks.
           show: receives remarks.
         """
-        rule = ledger_rule(job, generation)
-        early = generation.rewards.rescore is not None or needs_tokens(job, generation)
-        super().__init__(engine, show, rule=rule, generation=generation, early=early)
+        super().__init__(job, engine, generation, show)
         self._generation = generation
         self._ray = engine.ray
         self._exchange = engine.exchange
@@ -150,7 +148,7 @@ class RayGenerators(GroupGenerators):
         self._rows: dict[int, WrittenRows] = {}  # of groups and of greedy baselines, by their numbers
         self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of their samples
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
-        filters = rule.prompts > 1 and not rule.rounds
+        filters = self._rule.prompts > 1 and not self._rule.rounds
         self._link = GeneratorLink(_request(job, engine, filters), self._exchange, self._notes.append)
         self._board = RayBoard(self._link, self._samples)
         self._board.deliver = self._keep
