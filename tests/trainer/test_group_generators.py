@@ -20,6 +20,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement import board, groups
 from funrl.trainer.placement.board import GroupBoard
+from funrl.trainer.placement.generate import GroupWriter
 from funrl.trainer.placement.groups import ChosenPrompts, GroupGenerators
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import (
@@ -33,7 +34,6 @@ from funrl.trainer.placement.messages import (
     prompts_at,
     split_origins,
 )
-from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores
@@ -51,7 +51,8 @@ def new_generators(schedule=None, queue="tickets", replicas=1, **rule):
     rewarded = SimpleNamespace(queue=queue)
     schedule = schedule or PromptSchedule(PROMPTS, 4)
     generation = Generation(cast(Any, rewarded), schedule, Sampling(), PromptEvaluation((), Sampling()))
-    generators = GroupGenerators(cast(Any, engine), cast(Any, None), rule=rule, generation=generation)
+    with mock.patch.multiple(groups, ledger_rule=lambda *_: rule, needs_tokens=lambda *_: False):
+        generators = GroupGenerators(cast(Any, None), cast(Any, engine), generation, cast(Any, None))
     generators._board.replicas = replicas
     return generators
 
@@ -335,20 +336,21 @@ class OneBuffer:
     def arrived(self):
         self.looks += 1
         assert self.looks < 100, "it waits for weights for which there is no room"
-        return WeightDelivery({"": self.next}, {})
+        return WeightDelivery({"": self.next}, {"": {}})
 
     def release(self):
         self.next += 1
 
 
 def test_older_weights_are_taken_where_newer_ones_are_waited_for():
-    engine = SimpleNamespace(version=2, check=lambda requests: None)
+    engine = SimpleNamespace(version=2, check=lambda requests: None, weights=SimpleNamespace(named=lambda tree: tree))
+    engine.load = lambda tree, version: setattr(engine, "version", version)
     buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
     writer.evaluates = False
     writer._reported = 5
     writer._measured = True
-    writer._take_weights = lambda arrived: setattr(engine, "version", arrived.versions[""])
+    writer._generator = cast(Any, SimpleNamespace(engine=engine))
     writer.take_version(5)
     assert engine.version == 5 and buffer.next == 6

@@ -121,6 +121,7 @@ class GroupGenerators:
     """Trainer-side client of generator ranks that write groups; a `RemoteGenerators`.
 
     Attributes:
+      early: whether rows come as soon as they are written, and not when the batch is complete.
       refills: whether replicas replace prompts that the filter drops; else the trainer ranks do, in rounds.
       step: that the next rows are for.
       ledger: of the run; None: before the first step, and on ranks other than the first.
@@ -131,34 +132,24 @@ class GroupGenerators:
         that is not taken are taken. "left" [n]: positions of prompts that were passed over.
     """
 
-    def __init__(
-        self,
-        engine: RemoteEngine,
-        show: Show,
-        *,
-        rule: LedgerRule,
-        generation: Generation,
-        early: bool = False,
-    ) -> None:
+    def __init__(self, job: RLJob, engine: RemoteEngine, generation: Generation, show: Show) -> None:
         """Name the ranks.
 
         Args:
-          engine: theirs.
-          show: receives their remarks.
-          rule: of the ledger.
+          job: of the run.
+          engine: of these ranks.
           generation: of the trainer ranks.
-          early: whether rows come as soon as they are written, and not when the batch is complete.
+          show: receives remarks.
         """
         self.engine = engine
         self.requests = engine.requests
         self.mesh = engine.requests.mesh
         self.generating = engine.weights.mesh
         self.show = show
-        self.early = early
         self.step = 0
         self._schedule = generation.schedule
         self._samples = generation.sampling.samples
-        self._rule = rule
+        self._rule = rule = ledger_rule(job, generation)
         self.ahead = rule.staleness > 0
         self.refills = not rule.rounds
         self.ledger: Ledger | None = None
@@ -176,6 +167,7 @@ class GroupGenerators:
         self._greedy = generation.greedy_baseline
         self._rescore = generation.rewards.rescore
         self._heldout = generation.evaluation.heldout
+        self.early = self._rescore is not None or needs_tokens(job, generation)
         self.rewards_baselines = self._rescore is not None and self._greedy
         self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
@@ -469,11 +461,13 @@ class GroupGenerators:
         Raises:
           CheckpointError: one of them cannot write.
         """
-        number = self.requests.post(EpisodesRequest(str(folder.absolute()), self._rounds))
-        files: WrittenFiles = self._answer(number, "the generators' episodes")
+        files = self._write_episodes(EpisodesRequest(str(folder.absolute()), self._rounds))
         if files.problem:
             raise CheckpointError(files.problem)
         return files.nbytes
+
+    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
+        return self._answer(self.requests.post(request), "the generators' episodes")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
@@ -638,13 +632,7 @@ def placed_source(
     engine: object = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
     engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-    generators = GroupGenerators(
-        engine,
-        show,
-        rule=ledger_rule(job, generation),
-        generation=generation,
-        early=generation.rewards.rescore is not None or needs_tokens(job, generation),
-    )
+    generators = GroupGenerators(job, engine, generation, show)
     engine.ahead = generators.ahead
     return source_of_generators(job, generation, generators, clock, show)
 

@@ -1,4 +1,4 @@
-"""What trainer and generator ranks tell each other: groups that are asked for, facts of written ones, requests."""
+"""Messages between trainer and generator ranks: groups that are asked for, facts of written ones, requests."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,15 @@ from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
-from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.groups import GroupGenerators, ledger_rule, needs_tokens, source_of_generators
+from funrl.trainer.placement.generate import write_logged
+from funrl.trainer.placement.groups import GroupGenerators, source_of_generators
 from funrl.trainer.placement.messages import (
+    EpisodesRequest,
     GroupPrompt,
     GroupWork,
+    WrittenFiles,
     WrittenGroup,
     WrittenRows,
     baseline_of,
@@ -55,7 +56,6 @@ from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, join_rows, split_rows, take
-from funrl.trainer.storage.shard_server import CheckpointError
 
 ROWS = "rows"  # topic of the exchange
 
@@ -91,9 +91,7 @@ class RayGenerators(GroupGenerators):
           generation: of the trainer ranks.
           show: receives remarks.
         """
-        rule = ledger_rule(job, generation)
-        early = generation.rewards.rescore is not None or needs_tokens(job, generation)
-        super().__init__(engine, show, rule=rule, generation=generation, early=early)
+        super().__init__(job, engine, generation, show)
         self._generation = generation
         self._ray = engine.ray
         self._exchange = engine.exchange
@@ -102,7 +100,7 @@ class RayGenerators(GroupGenerators):
         self._rows: dict[int, WrittenRows] = {}  # of groups and of greedy baselines, by their numbers
         self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of their samples
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
-        filters = rule.prompts > 1 and not rule.rounds
+        filters = self._rule.prompts > 1 and not self._rule.rounds
         self._link = GeneratorLink(_request(job, engine, filters), self._exchange, self._notes.append)
         self._board = PromptCounter()
         engine.complete = self._complete_greedily
@@ -132,24 +130,9 @@ class RayGenerators(GroupGenerators):
             self._link.batches[self.engine.version or 0] = step - 1
         self._link.wake()
 
-    def write_episodes(self, folder: Path) -> int:
-        """Write the episodes of the newest step on the first rank; see `GroupGenerators`. Collective."""
-        episodes = [
-            logged._replace(number=place * samples + logged.number)
-            for numbers, samples in self._rounds
-            for place, number in enumerate(numbers)
-            for logged in self._logged.get(number, ())
-        ]
-        nbytes = 0
-        problem = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            nbytes = write_episodes(folder, episodes, Mesh())
-        except OSError as error:
-            problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
-        if problem := from_first_rank(problem, self.mesh):
-            raise CheckpointError(problem)
-        return nbytes
+    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
+        """Write episodes on the first rank; see `GroupGenerators`. Collective."""
+        return from_first_rank(write_logged(request, self._logged, Mesh()), self.mesh)
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
