@@ -35,9 +35,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import torch
 from absl import app, flags
 from gpu_parts.compiling import compile_rows
-from gpu_parts.decoding import native_rows, vllm_rows
+from gpu_parts.decoding import mixed_rows, native_rows, vllm_rows
 from gpu_parts.kernels import kernel_rows
 from gpu_parts.marked_tests import marked_test_rows
+from gpu_parts.passes import pass_rows
 from gpu_parts.rows import Bench, Row, Rows
 from gpu_parts.training import training_rows
 
@@ -82,6 +83,8 @@ def parts() -> list[Part]:
         Part("kernels", 90, kernel_rows),
         training("train", 90, "1.7B", 4096, 1024),
         Part("decode", 120, native_rows),
+        Part("mixed", 90, mixed_rows),
+        Part("decode-passes", 90, pass_rows),
         training("train-long", 100, "1.7B", 32768, 32768),
         Part("vllm", 150, vllm_rows),
         *[Part("tests", 120, marked_test_rows)] * TESTS.value,

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scheduler.py
     OMP_NUM_THREADS=1 python benchmarks/scheduler.py --ranks=512 --rows=4096 --stride=128 --queues=tickets
+    OMP_NUM_THREADS=1 python benchmarks/scheduler.py --passes
 
 Everything but the model is real: `complete_shared`, `NativeEngine`, its scheduler and its pages. The model computes
 nothing; a clock says how long its passes would take by the data sheet that --dry_run uses, and the ranks run in the
@@ -11,6 +12,11 @@ know them. A simulated pass stands for --stride passes of decoding, and a simula
 Static chunks decode as many rows as the cache holds at full length until the last of them ends, then the next. The
 ideal has the cache full of rows of mean length to the end. "fixed" is the same engine with prompts shared out by their
 numbers.
+
+--passes prints milliseconds a pass of a 1.7B on one H200 whose rows are refilled as they end: with CUDA graphs of
+passes that only decode, in powers of two of rows, and with graphs of passes with prompts too, in the row and token
+sizes of `static_decode`. The clock is a prediction: captured passes of 1, 64 and 512 rows and an eager one as they were
+measured (`benchmarks/README.md`, "One GPU"), and for each token beyond its rows what its products take at 780 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from funrl.models import decoder_model
 from funrl.rollout.engine import WeightSpec, complete
 from funrl.rollout.native.engine import NativeEngine, NativeOptions
 from funrl.rollout.native.passes import PassWork, SampledRows
+from funrl.rollout.native.static_decode import MIXED_TOKENS, bucket, row_bucket
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
@@ -44,9 +51,17 @@ DEVICE = flags.DEFINE_enum("hardware", "h100", ["a100", "h100", "h200", "mi300x"
 MOST_ROWS = flags.DEFINE_integer("decode_rows", 512, "as the flag of a run")
 QUEUES = flags.DEFINE_list("queues", ["tickets", "fixed"], "how prompts come to ranks")
 SIGMA = flags.DEFINE_float("sigma", 1.0, "of the logarithm of a length")
+PASSES = flags.DEFINE_bool("passes", False, "milliseconds a pass on one GPU, instead")
+MEAN = flags.DEFINE_integer("mean_tokens", 512, "of completions with --passes")
 PROMPT, MEDIAN, LONGEST, PAGE = 512, 4096, 32768, 256
 PARAMETERS, LAYERS, KV_WIDTH = 7.6e9, 28, 4 * 128  # of Qwen2.5-7B, in bfloat16
 KV_BYTES, WEIGHT_BYTES = 2 * 2 * LAYERS * KV_WIDTH, 2 * PARAMETERS
+
+CAPTURED_ROWS = (1, 64, 512)  # of passes that decode
+CAPTURED_MS = (2.76, 2.85, 9.4)  # of these passes
+EAGER_MS = 24.0  # of the host, for any eager pass
+TOKEN_MS = 2e3 * 1.409e9 / 780e12  # products of one token of the 1.7B
+SHORT_PROMPT = 128
 
 
 class SimulatedClocks:
@@ -128,9 +143,84 @@ def cache_bytes() -> float:
     return USABLE * HARDWARE[DEVICE.value].memory - WEIGHT_BYTES - 2e9
 
 
+class CountedPasses(Weightless):
+    """A backend that computes nothing and notes the rows and new tokens of each pass."""
+
+    vocab = 1 << 20
+    page_tokens, page_bytes = PAGE, 1
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+
+    def forward(self, work: PassWork) -> Tensor:
+        self.sizes.append((len(work.counts), len(work.tokens_N)))
+        return torch.zeros(len(work.sampled_positions), 1)
+
+    def sample(
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
+        zeros_R = torch.zeros(len(source_R))
+        return zeros_R.long() + 2, zeros_R, zeros_R
+
+
+def captured_ms(rows: int, tokens: int) -> float:
+    """Milliseconds of a captured pass."""
+    return float(np.interp(rows, CAPTURED_ROWS, CAPTURED_MS)) + TOKEN_MS * max(0, tokens - rows)
+
+
+def eager_ms(rows: int, tokens: int) -> float:
+    """Milliseconds of a pass without a graph: the host's, or the device's if those are more."""
+    return max(EAGER_MS, captured_ms(rows, tokens))
+
+
+def decoding_graphs_ms(rows: int, tokens: int) -> float:
+    """Milliseconds of a pass where only those that decode are captured."""
+    size = bucket(rows, MOST_ROWS.value)
+    return captured_ms(size, size) if rows == tokens else eager_ms(rows, tokens)
+
+
+def mixed_graphs_ms(rows: int, tokens: int) -> float:
+    """Milliseconds of a pass where those with few tokens of prompts are captured too."""
+    size = row_bucket(rows, MOST_ROWS.value)
+    if rows == tokens:
+        return captured_ms(size, size)
+    padded = next((x for x in MIXED_TOKENS if x >= tokens), None)
+    return eager_ms(rows, tokens) if padded is None else captured_ms(size, padded)
+
+
+def print_passes() -> None:
+    """Print milliseconds a pass of an engine whose rows are refilled, and of the tail in which none waits any more."""
+    lengths = np.ceil(np.random.default_rng(0).exponential(MEAN.value, 4 * MOST_ROWS.value)).astype(int).tolist()
+    requests = [
+        Request(n, [2 + n // SAMPLES.value] * SHORT_PROMPT, Sampling(max_new_tokens=length), request_seed(0, n))
+        for n, length in enumerate(lengths)
+    ]
+    backend = CountedPasses()
+    model = decoder_model(smallest_config(backend.vocab, 1 << 20))
+    mesh = Mesh(parse("dp1"), 0)
+    options = NativeOptions(MOST_ROWS.value, 1 << 30)
+    engine = NativeEngine(model, WeightSpec({}, {}, mesh, torch.float32), backend, options)
+    engine.load([], 0)
+    engine.submit(requests)
+    last = 0
+    while engine.unfinished():
+        engine.step()
+        if engine._scheduler.waiting:
+            last = len(backend.sizes)
+    first = next(i for i, (rows, _) in enumerate(backend.sizes) if rows == MOST_ROWS.value)
+    print("passes of | passes, with prompts | ms a pass: graphs of decoding, graphs of prompts too")
+    for name, sizes in (("refilled rows", backend.sizes[first:last]), ("the tail", backend.sizes[last:])):
+        mixed = np.mean([rows < tokens for rows, tokens in sizes])
+        spans = (np.mean([clock(*size) for size in sizes]) for clock in (decoding_graphs_ms, mixed_graphs_ms))
+        print(f"{name} | {len(sizes)}, {mixed:.0%} | {'  '.join(f'{x:.2f}' for x in spans)}", flush=True)
+
+
 def main(argv: list[str]) -> None:
     del argv
     torch.set_num_threads(1)
+    if PASSES.value:
+        print_passes()
+        return
     print("ranks, rows | tokens a second and GPU: ideal, tickets, fixed, static chunks | slowest over mean rank")
     for ranks in map(int, RANKS.value):
         begin, rows = time.process_time(), ranks * ROWS.value

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.models import Config, decoder_config
+from funrl.models.lora import Adapter
 
 
 class Weightless:
@@ -22,6 +23,11 @@ class Weightless:
     def rest(self) -> None: ...
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def load_adapter(self, number: int, adapter: Adapter | None) -> None: ...
+
+    def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
     cell_bytes = 0

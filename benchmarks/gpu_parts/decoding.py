@@ -22,7 +22,8 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Model, compile_layer
 from funrl.rollout.engine import complete
-from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
+from funrl.rollout.native import static_decode
+from funrl.rollout.native.engine import NATIVE_DEFAULTS, NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -67,6 +68,36 @@ def native_rows(bench: Bench) -> Rows:
     yield measured(bench, "native engine without graphs", work, (eager, work.rows[1]))
 
 
+def mixed_rows(bench: Bench) -> Rows:
+    """Rows that end one by one while as many others wait: most passes also compute a prompt, captured and eager."""
+    work = work_of(bench)
+    model = model_of(work.model)
+    params = random_weights(model, bench.device, DTYPE)
+    rows = work.rows[-1]
+    news = [2 + n % 5 if bench.small else 32 + 97 * n % 224 for n in range(2 * rows)]
+    prompts = np.random.default_rng(2).integers(3, model.config.vocab, (len(news), work.prompt)).tolist()
+    bound = sum(news) / least_refilled(bench, model, work, news)
+    sizes = static_decode.MIXED_TOKENS
+    for name, captured in (("refilled rows", sizes), ("refilled rows, prompts without graphs", (0,))):
+        static_decode.MIXED_TOKENS = captured
+        engine = native(bench, model, static=True, rows=rows)
+        engine.load(engine.weights.named(params))
+        for seed in range(2):  # the first one compiles and captures
+            passes = engine.cost().passes
+            requests = [
+                Request(n, prompt, Sampling(max_new_tokens=new), request_seed(seed, n))
+                for n, (prompt, new) in enumerate(zip(prompts, news, strict=True))
+            ]
+            begin = now(bench.device)
+            complete(engine, requests)
+            seconds = now(bench.device) - begin
+        passes = engine.cost().passes - passes
+        label = f"{name}, {work.model}, {len(news)} rows through {rows}"
+        note = f"{passes} passes of {1e3 * seconds / passes:.3g} ms"
+        yield Row(label, sum(news) / seconds, "tokens/s", bound, note=note)
+    static_decode.MIXED_TOKENS = sizes
+
+
 def vllm_rows(bench: Bench) -> Rows:
     """vLLM, compiled and with CUDA graphs."""
     work = work_of(bench)
@@ -85,10 +116,10 @@ def vllm_rows(bench: Bench) -> Rows:
             yield measured(bench, "vLLM", work, (turn, rows))
 
 
-def native(bench: Bench, model: Model, static: bool) -> NativeEngine:
+def native(bench: Bench, model: Model, static: bool, rows: int = NATIVE_DEFAULTS.max_rows) -> NativeEngine:
     """The native engine as a run makes it: with a compiled layer on a GPU."""
     layer = compile_layer(model, "auto", bench.device.type)
-    options = NativeOptions(packed=False, static=static)
+    options = NativeOptions(max_rows=rows, packed=False, static=static)
     return native_engine(model, Mesh(parse("dp1"), 0, bench.device), DTYPE, options=options, layer=layer)
 
 
@@ -143,6 +174,17 @@ def least(bench: Bench, model: Model, work: Generation, rows: int) -> tuple[floa
         flops += products
         nbytes += read
     return seconds, flops, nbytes
+
+
+def least_refilled(bench: Bench, model: Model, work: Generation, news: Sequence[int]) -> float:
+    """Seconds that completions of different lengths take at least, where as many rows as fit are always decoded."""
+    weights = trees.count(model.shapes)
+    inner = weights - trees.count(model.shapes["embed"])
+    rows = work.rows[-1]
+    read = sum(work.prompt * new + new * (new - 1) / 2 for new in news) * key_value_bytes(model)
+    passes = sum(news) / rows
+    prompts = roofline_seconds(bench.hardware, 2.0 * inner * len(news) * work.prompt, 2.0 * inner)
+    return prompts + passes * roofline_seconds(bench.hardware, 2.0 * weights * rows, 2.0 * weights + read / passes)
 
 
 def key_value_bytes(model: Model) -> int:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from funrl.cli.line import read_words
 from funrl.cli.usages import COMMANDS
-from funrl.flags.arguments import full_source, names_of_arguments, recipe_names
+from funrl.flags.arguments import full_source, names_of_arguments
 from funrl.flags.foreign import trl, verl
 from funrl.flags.foreign.files import flattened
 from funrl.flags.foreign.meaning import (
@@ -122,8 +122,6 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
             source = f"TRL's {title}Config" + ("" if recipe or of_script else "; --recipe names another")
             recipe = trl.recipe_of_trainer(trainer, theirs)
             mesh = {"mesh": f"dp{devices}"} if devices > 1 else {}
-    if recipe not in recipe_names():
-        raise SettingsError(f"{path}: there is no recipe {recipe}")
     common = settings_flags()
     arguments = names_of_arguments(full_source(recipe)) or frozenset()
     ours = {name: flag.default for name, flag in common.items()} | mesh

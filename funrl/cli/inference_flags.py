@@ -6,7 +6,7 @@ They have the names and meanings of a run's flags of prompts, rewards, devices a
 from __future__ import annotations
 
 from funrl.flags import parser as flags
-from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least, at_most
+from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least, at_most, one_of
 from funrl.trainer.settings.scorers import EPISODE_FLAGS
 from funrl.trainer.settings.settings import settings_flags
 
@@ -92,7 +92,8 @@ def inference_flags(name: str) -> list[Flag]:
         table["seed"]._replace(text="seed of the samples"),
     ]
     names = (*PROMPTS, *(REWARDS if name == "evaluate" else ()), "env", "env_args", *EPISODE_FLAGS, *DEVICES)
-    shared = [table[flag]._replace(requires="", kinds=RUN_KINDS) for flag in names]
+    shared = [table[flag]._replace(requires="", kinds=RUN_KINDS) for flag in names if flag != "device"]
+    shared.append(table["device"]._replace(text="where tensors live", bounds=(one_of("cpu", "cuda"),)))
     texts = {flag: table[flag].text for flag in SAMPLED[2:]} | SAMPLED_TEXTS
     sampling = [
         table[f"eval_{flag}"]._replace(name=flag, group="sampling", kinds=RUN_KINDS, text=texts[flag])

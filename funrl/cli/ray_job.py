@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple
 
-from funrl.cli.command import read_command
+from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
 from funrl.cli.line import program_words, read_words
 from funrl.cli.usages import COMMANDS
@@ -154,7 +154,13 @@ def ray_command(argv: Sequence[str]) -> int:
     _, line = read_words(RAY_FLAGS, argv[:end], usage, least=0, most=0)
     words = [*argv[end + 1 :]]
     words = program_words(words[1:] if words[:1] == ["funrl"] else words, usage)
-    command = read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=True)
+    program = [f"funrl {words[0]}", *words[1:]]
+    command = read_command(experiment_of(words[0]), program, writes=True)
+    if command.settings.estimate.dry_run:  # which needs no cluster
+        from funrl.cost.report import dry_run
+
+        print(dry_run(with_models(command).settings, command.compose, program))
+        return 0
     request = device_request(command.settings, line.values["nodes"])
     try:
         ray = importlib.import_module("ray")
@@ -186,8 +192,6 @@ def device_request(settings: Settings, nodes: int) -> DeviceRequest:
     Raises:
       SettingsError: its ranks do not fit the nodes, or Ray starts no ranks for it.
     """
-    if settings.estimate.dry_run:
-        raise SettingsError("--dry_run needs no cluster: leave out `ray --`")
     if settings.devices.device not in (None, "cpu", "cuda"):
         raise SettingsError(f"--device={settings.devices.device}: `funrl ray` places GPUs and CPUs; use cuda or cpu")
     placement = settings.devices.placement

@@ -368,6 +368,12 @@ void funrl_linear(int bits, const void* x, const void* packed, const void* bias,
   });
 }
 
+// y [N, K] = a^T b of a [M, N] and b [M, K], or where `add` y and it; float32.
+void funrl_transposed_product(const float* a, const float* b, float* y, int64_t M, int64_t N, int64_t K, int add,
+                              int threads) {
+  transposed_product(a, b, y, M, N, K, add, threads);
+}
+
 void funrl_norm(int bits, const void* x, const void* weight, void* out, int64_t M, int64_t D, double eps, double offset,
                 int threads) {
   WITH_TYPE(bits, norm_rows((const T*)x, (const T*)weight, (T*)out, M, D, (Real<T>)eps, (Real<T>)offset, threads));

@@ -82,11 +82,11 @@ class FusedDecoder:
         eps = self._sizes.norm_eps
         first = self._layers[0].attn_norm
         embedding = self._embed_VD, self._frequency, self._amplitude, first, eps
-        x_BD, h_BD, cos, sin, places, ends, offsets, table = _begin_rows(rows_B, *state, *embedding, *form)
+        x_BD, h_BD, *rotation, ends, offsets, table = _begin_rows(rows_B, *state, *embedding, *form)
         norms = [w.attn_norm for w in self._layers[1:]] + [self._norm_D]
         for w, cache, window, norm_D in zip(self._layers, pages, self._sizes.windows, norms, strict=True):
-            qkv = _product(h_BD, w.qkv)
-            q_BHN = _rotated_heads(qkv, w.qkv_bias, w.q_norm, w.k_norm, cos, sin, places, *cache, eps)
+            vectors = w.qkv_bias, w.q_norm, w.k_norm
+            q_BHN = _rotated_heads(_product(h_BD, w.qkv), *vectors, *rotation, *cache, eps)
             mixed_BM = _decode_attention(q_BHN, *cache, table, offsets, ends, window or 0)
             h_BD = _add_norm(x_BD, _product(mixed_BM, w.o), w.o_bias, w.mlp_norm, eps)
             inner_BF = _gated_halves(_product(h_BD, w.gate_up), h_BD.dtype)
@@ -268,8 +268,8 @@ def _decode_attention(
 def decode_attention_reference(q, keys, values, table, ends, window):
     """Attention of one token of each sequence to its pages."""
     k, v = (x[table.long()].flatten(1, 2) for x in (keys, values))
-    at = torch.arange(k.shape[1])
-    seen = (at < ends[:, None]) & (at >= ends[:, None] - (window or k.shape[1]))
+    positions = torch.arange(k.shape[1])
+    seen = (positions < ends[:, None]) & (positions >= ends[:, None] - (window or k.shape[1]))
     return attention_reference(q[:, None], k, v, seen[:, None]).flatten(1)
 
 

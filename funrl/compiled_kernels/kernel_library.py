@@ -44,6 +44,7 @@ _ARGUMENTS = {  # as the source declares them
     "funrl_digest": (_P, _N),
     "funrl_forward": (_I, _P, _P, _N),
     "funrl_linear": (_I, _P, _P, _P, _P, _I, _N, _N, _N, _N, _I),
+    "funrl_transposed_product": (_P, _P, _P, _N, _N, _N, _I, _I),
     "funrl_norm": (_I, _P, _P, _P, _N, _N, _F, _F, _I),
     "funrl_norm_backward": (_I, _P, _P, _P, _P, _P, _N, _N, _F, _F, _I),
     "funrl_rotate": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _I, _I),

@@ -1,14 +1,14 @@
 """Products of activations and weights.
 
 On a CPU the forward pass is the decoding step's: a row of a product has the same bits however many rows there are.
-What has no such promise, gradients above all, is computed in float32 on x86 by oneDNN instead of the BLAS that torch
-calls: MKL has no AVX-512 code for processors that are not Intel's; oneDNN, which torch brings along, has, and takes
-half the time there.
+Gradients of weights in float32 are sums over tokens by the same tiles. What else has no such promise, gradients of
+activations above all, is computed in float32 on x86 by oneDNN instead of the BLAS that torch calls: MKL has no AVX-512
+code for processors that are not Intel's; oneDNN, which torch brings along, has, and takes half the time where the
+processor adds 16 numbers at once.
 """
 
 from __future__ import annotations
 
-import functools
 import platform
 
 import torch
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
-from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain
+from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain, kernels_work
 from funrl.compiled_kernels.exact.operators import exact_linear
+from funrl.compiled_kernels.kernel_library import library
 
-SMALLEST = 128 * 128  # elements of a weight; below it a call to oneDNN costs more than it gains
-_CHUNK = 1024  # tokens that are summed in one call
+SMALLEST = 128 * 128  # elements of a weight; below it a call to oneDNN or to a kernel costs more than it gains
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 ONEDNN = torch.ops.mkldnn._linear_pointwise if _X86 and torch.backends.mkldnn.is_available() else None  # the operator
 
@@ -61,18 +61,21 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
 def sum_of_products(a_MN: Tensor, b_MK: Tensor) -> Tensor:
     """a^T b, [N, K]: the gradient of a weight, summed over M tokens; for use inside of autograd functions."""
-    if torch.is_grad_enabled() or a_MN.shape[1] * b_MK.shape[1] < SMALLEST or not _is_for_onednn(a_MN, b_MK):
+    if torch.is_grad_enabled() or not _has_transposed_product(a_MN, b_MK):
         return a_MN.T @ b_MK
-    total, *more = (_onednn(a.T, b.T) for a, b in zip(a_MN.split(_CHUNK), b_MK.split(_CHUNK), strict=True))
-    return functools.reduce(torch.Tensor.add_, more, total)
+    total_NK = a_MN.new_empty(a_MN.shape[1], b_MK.shape[1])
+    _transposed_product(a_MN, b_MK, total_NK, add=False)
+    return total_NK
 
 
 def add_products_(total_NK: Tensor, a_MN: Tensor, b_MK: Tensor) -> None:
     """Add a^T b to a sum, in place; for use inside of autograd functions."""
-    if total_NK.dtype == a_MN.dtype and not _is_for_onednn(a_MN, b_MK):
-        total_NK.addmm_(a_MN.T, b_MK)  # reads and writes the sum once, and nothing beside it
-    else:
+    if total_NK.dtype != a_MN.dtype:
         total_NK += sum_of_products(a_MN, b_MK)
+    elif total_NK.is_contiguous() and _has_transposed_product(a_MN, b_MK):
+        _transposed_product(a_MN, b_MK, total_NK, add=True)
+    else:
+        total_NK.addmm_(a_MN.T, b_MK)  # reads and writes the sum once, and nothing beside it
 
 
 class _ExactProduct(AutogradFunction):
@@ -113,6 +116,26 @@ class _Product(AutogradFunction):
         a_MK, b_NK = ctx.saved_tensors
         d_a = linear(grad_MN, b_NK.T) if ctx.needs_input_grad[0] else None
         return d_a, sum_of_products(grad_MN, a_MK) if ctx.needs_input_grad[1] else None
+
+
+def _has_transposed_product(a_MN: Tensor, b_MK: Tensor) -> bool:
+    """Plain tensors of float32 only, where a call costs less than it gains."""
+    M, N = a_MN.shape
+    return (
+        is_plain(a_MN, b_MK)
+        and a_MN.dtype == b_MK.dtype == torch.float32
+        and N * b_MK.shape[1] >= SMALLEST
+        and M > 0
+        and kernels_work()
+    )
+
+
+def _transposed_product(a_MN: Tensor, b_MK: Tensor, total_NK: Tensor, add: bool) -> None:
+    """total = a^T b, or total += a^T b, in float32; its bits depend on no thread."""
+    a_MN = a_MN.contiguous()
+    b_MK = b_MK.contiguous()
+    pointers = (x.data_ptr() for x in (a_MN, b_MK, total_NK))
+    library().funrl_transposed_product(*pointers, *a_MN.shape, b_MK.shape[1], add, torch.get_num_threads())
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:

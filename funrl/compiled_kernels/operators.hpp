@@ -5,6 +5,7 @@
 
 #pragma once
 #include <algorithm>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -88,6 +89,50 @@ void linear(const T* x, int64_t size, Terms terms, const T* packed, const T* bia
                  }
                  for (; i < some; i++) to[i] = narrow<Out>(bias ? sums[i] + wide_bias[n + i] : sums[i]);
                });
+  });
+}
+
+// Columns of x[rows, N] in blocks of WIDTH, [blocks, rows, WIDTH], with zeros behind the last column: blocks low .. high - 1.
+// Some rows at a time, as a line of each may be in the same place of the cache.
+template <int WIDTH> void copy_columns(const float* x, int64_t rows, int64_t N, int64_t low, int64_t high, float* out) {
+  constexpr int64_t TOGETHER = 8;
+  for (int64_t first = 0; first < rows; first += TOGETHER)
+    for (int64_t block = low; block < high; block++) {
+      const int64_t n = block * WIDTH, some = std::min<int64_t>(WIDTH, N - n);
+      for (int64_t row = first; row < std::min(rows, first + TOGETHER); row++) {
+        float* to = out + (block * rows + row) * WIDTH;
+        if (some == WIDTH) memcpy(to, x + row * N + n, WIDTH * sizeof(float));
+        else std::fill(std::copy_n(x + row * N + n, some, to), to + WIDTH, 0.0f);
+      }
+    }
+}
+
+// y[N, K] = a[M, N]^T b[M, K], or added to y. The sums over M are taken in blocks of SUMMED rows, one after the other.
+inline void transposed_product(const float* a, const float* b, float* y, int64_t M, int64_t N, int64_t K, bool add,
+                               int threads) {
+  constexpr int64_t SUMMED = 512;
+  const int64_t blocks = (N + BLOCK_ROWS - 1) / BLOCK_ROWS, panels = panels_of(K), most = std::min(M, SUMMED);
+  const auto columns = std::make_unique_for_overwrite<float[]>(blocks * BLOCK_ROWS * most);
+  const auto packed = std::make_unique_for_overwrite<float[]>(panels * PANEL * most);
+  Pool::run(threads, [&](Team& team, int thread) {
+    auto first_of = [&](int64_t count, int i) { return count * i / team.size; };
+    for (int64_t m = 0; m < M; m += SUMMED) {
+      const int64_t rows = std::min(M - m, SUMMED);
+      const bool more = add || m;
+      copy_columns<BLOCK_ROWS>(a + m * N, rows, N, first_of(blocks, thread), first_of(blocks, thread + 1), columns.get());
+      copy_columns<PANEL>(b + m * K, rows, K, first_of(panels, thread), first_of(panels, thread + 1), packed.get());
+      team.barrier();
+      for (int64_t first = 0; first < N; first += BLOCK_ROWS)
+        multiply<float, BLOCK_ROWS>(columns.get() + first * rows, 1, std::min<int64_t>(BLOCK_ROWS, N - first), {1, rows},
+                                    packed.get(), panels, thread, team.size, [&](int row, int64_t panel, const float* sums) {
+          const int64_t k = panel * PANEL, some = std::min<int64_t>(PANEL, K - k);
+          float* to = y + (first + row) * K + k;
+          int64_t i = 0;
+          for (; i + LANES <= some; i += LANES) store(to + i, more ? load(to + i) + load(sums + i) : load(sums + i));
+          for (; i < some; i++) to[i] = more ? to[i] + sums[i] : sums[i];
+        });
+      team.barrier();
+    }
   });
 }
 

@@ -41,8 +41,8 @@ struct TileEnds {
 };
 
 // y[ROWS, SUMS registers] (+)= x[ROWS, count] w[count, SUMS registers]: all or some columns of a panel. Meanwhile it
-// fetches its share of the next chunk.
-template <class T, int ROWS, int SUMS>
+// fetches its share of the next chunk. From a term of x to the next are TERM numbers.
+template <class T, int ROWS, int SUMS, int TERM>
 void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileEnds ends) {
   using P = Product<T>;
   constexpr int LINE = 64;
@@ -59,7 +59,7 @@ void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileE
     typename P::Weights weights[SUMS];
     UNROLL for (int j = 0; j < SUMS; j++) weights[j] = P::weights(w + j * P::width * P::terms);
     UNROLL for (int r = 0; r < ROWS; r++) {
-      typename P::Factor factor = P::factor(x + r * x_stride + k);
+      typename P::Factor factor = P::factor(x + r * x_stride + k * TERM);
       UNROLL for (int j = 0; j < SUMS; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
     }
   }
@@ -74,13 +74,13 @@ void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileE
     UNROLL for (int j = 0; j < SUMS; j++) native_store(y + r * PANEL + j * P::width, (Native)sum[r][j]);
 }
 
-template <class T, int ROWS = TILE_ROWS<T>>
+template <class T, int TERM, int ROWS = TILE_ROWS<T>>
 INLINE void tile_of(int rows, const T* x, int64_t stride, const T* w, int n, Real<T>* y, TileEnds ends) {
   constexpr int SUMS = tile_registers<T>(ROWS), COLUMNS = SUMS * Product<T>::width;
   if (rows == ROWS)
     for (int column = 0; column < PANEL; column += COLUMNS)
-      tile<T, ROWS, SUMS>(x, stride, w + column * Product<T>::terms, n, y + column, ends);
-  else if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, ends);
+      tile<T, ROWS, SUMS, TERM>(x, stride, w + column * Product<T>::terms, n, y + column, ends);
+  else if constexpr (ROWS > 1) tile_of<T, TERM, ROWS - 1>(rows, x, stride, w, n, y, ends);
 }
 
 // Rows of the tiles for some rows: where these are few, and memory takes the time, a tile reads a panel from end to end.
@@ -91,16 +91,17 @@ template <class T> constexpr int rows_of_tile(int rows) {
 }
 
 // sums[rows, PANEL] = x[rows, K] panel, for up to BLOCK_ROWS rows.
-template <class T> void multiply_panel(const T* x, int64_t stride, int rows, Terms terms, const T* panel, Sums<T>& sums) {
+template <class T, int TERM>
+void multiply_panel(const T* x, int64_t stride, int rows, Terms terms, const T* panel, Sums<T>& sums) {
   const int most = rows_of_tile<T>(rows), passes = (rows + most - 1) / most;
-  for (int part = 0; part < terms.count; part++, x += terms.size, panel += terms.size * PANEL) {
+  for (int part = 0; part < terms.count; part++, x += terms.size * TERM, panel += terms.size * PANEL) {
     Real<T>* y = sums.y + Sums<T>::level(part) * Sums<T>::LEVEL;
     for (int64_t k = 0; k < terms.size; k += CHUNK<T>) {
       const int count = terms.size - k < CHUNK<T> ? terms.size - k : CHUNK<T>;
       const int merges = k + count == terms.size ? Sums<T>::merges(part) : 0;
       for (int pass = 0, row = 0; pass < passes; pass++) {
         const int some = (rows - row) / (passes - pass);
-        tile_of<T>(some, x + row * stride + k, stride, panel + k * PANEL, count, y + row * PANEL,
+        tile_of<T, TERM>(some, x + row * stride + k * TERM, stride, panel + k * PANEL, count, y + row * PANEL,
                    {k == 0, merges, pass, passes});
         row += some;
       }
@@ -122,8 +123,9 @@ inline void multiply_panel(const Tiles& tiles, const Bfloat16* x, int64_t stride
 }
 #endif
 
-// Calls then(row, panel, outputs[PANEL]) for rows of x and for panels of this thread's part of them.
-template <class T, class Then>
+// Calls then(row, panel, outputs[PANEL]) for rows of x and for panels of this thread's part of them. From a row of x to the
+// next are `stride` numbers, from a term to the next TERM.
+template <class T, int TERM = 1, class Then>
 void multiply(const T* x, int64_t stride, int rows, Terms terms, const T* packed, int64_t panels, int thread, int threads,
               Then then) {
   Sums<T> sums;
@@ -135,13 +137,13 @@ void multiply(const T* x, int64_t stride, int rows, Terms terms, const T* packed
   };
 #ifdef FUNRL_TILES
   static_assert(BLOCK_ROWS <= 4 * TILE_MOST_ROWS);
-  if constexpr (Product<T>::terms == 2)
+  if constexpr (Product<T>::terms == 2 && TERM == 1)
     if (tiles_allowed()) {
       const Tiles tiles(rows);
       return each_panel([&](const T* panel) { multiply_panel(tiles, x, stride, rows, terms, panel, sums); });
     }
 #endif
-  each_panel([&](const T* panel) { multiply_panel(x, stride, rows, terms, panel, sums); });
+  each_panel([&](const T* panel) { multiply_panel<T, TERM>(x, stride, rows, terms, panel, sums); });
 }
 
 // Panels of w[N, parts size], with zeros up to whole panels and to the size that `terms` has.

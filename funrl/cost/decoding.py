@@ -52,7 +52,7 @@ from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
-from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, read_template
+from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, check_writes, read_template
 from funrl.trainer.steps.parts import GeneratingParts, Generator, JudgeJob
 
 
@@ -372,8 +372,7 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
     Raises:
       SettingsError: it has a value head, or the template cannot be read.
     """
-    if not model.generates:
-        raise SettingsError(f"--judge={directory}: it has a value head and cannot write; give it as --reward_model")
+    check_writes(directory, model)
     text = TEMPLATE if settings.judging.judge_template is None else read_template(settings.judging.judge_template)
     sampling = Sampling(greedy=True, max_new_tokens=settings.judging.judge_max_new_tokens)
     return JudgeJob(

@@ -548,18 +548,19 @@ def check_width(job: Job, tokens: int) -> int:
     positions = job.model.config.max_positions
     reader = job.main_role in SCORING_ROLES
     if isinstance(job, TextJob):
-        if tokens + reader > positions:
-            raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
-        return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads one more token
-    turns = tracing.turns_of(job.settings)
-    width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
+        width = tokens + reader  # a value head reads one more token
+        rows = len(TEXT_FIELDS[job.task.kind])
+        flags = {"text_tokens": tokens}
+    else:
+        turns = tracing.turns_of(job.settings)
+        width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
+        rows = 1
+        flags = {"prompt_tokens": tokens, "max_new_tokens": job.sampling.max_new_tokens}
+        flags |= {"assume_turns": turns.replies, "assume_turn_tokens": turns.context} if turns.gaps else {}
     if width > positions:
-        more = f", --assume_turns={turns.replies} and --assume_turn_tokens={turns.context}" if turns.gaps else ""
-        raise SettingsError(
-            f"--prompt_tokens={tokens} and --max_new_tokens={job.sampling.max_new_tokens}{more} are more than the "
-            f"model's {positions} positions"
-        )
-    return width
+        given = " ".join(f"--{name}={value}" for name, value in flags.items())
+        raise SettingsError(f"{given}: a row has {width} tokens, and the model {positions} positions; give fewer")
+    return rows * width
 
 
 class _TracedSteps(NamedTuple):

@@ -35,8 +35,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, record_from_json, to_json, to_record
 from funrl.rollout.episode_replay import EpisodeLog, LogError, LoggedPolicy, completion_of
-from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup, RunEndingError
+from funrl.rollout.episodes import Episode, Trajectory
+from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup, RunEndingError, with_turn
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
@@ -290,7 +290,7 @@ class ResumableEpisodes(EpisodeRunner):
             await self._rebuild(running)
             for live, (_, _, allowance) in zip(running, groups.own, strict=True):
                 live.renew(allowance)
-            await self._take_and_settle(tickets, running, groups.allowance)
+            await self._settle(running, tickets, groups.allowance)
             records = [live.write_record() for live in running]
         except BaseException:
             await _end_groups(self._live, list(self._live))
@@ -300,25 +300,25 @@ class ResumableEpisodes(EpisodeRunner):
                 del self._live[live.group.first]
         return GroupRun(sorted(records, key=lambda record: record.first), self._problems)
 
-    async def _take_and_settle(
-        self, tickets: Tickets[EpisodeGroup], running: list[_LiveGroup], allowance: int | None
+    async def _settle(
+        self, running: list[_LiveGroup], tickets: Tickets[EpisodeGroup] | None = None, allowance: int | None = None
     ) -> None:
-        """Take new groups as there is room, and wait until all are settled."""
+        """Wait until groups are settled, and begin those of tickets meanwhile as there is room."""
         while True:
             idle = all(live.settled for live in running)
             room = self._room()
-            if tickets.left and (room > 0 or idle):
+            left = tickets is not None and tickets.left
+            if tickets is not None and left and (room > 0 or idle):
                 running += [await self._start(group, None, allowance) for group in tickets.take(max(room, 1))]
-            elif tickets.left or not idle:
-                await self.resident.progress(TAKE_EVERY_S if tickets.left else UNKNOWN_WAIT_S)
+            elif left or not idle:
+                await self.resident.progress(TAKE_EVERY_S if left else UNKNOWN_WAIT_S)
             elif await _stay_settled(running):
                 return
 
-    async def _rebuild(self, groups: Sequence[_LiveGroup]) -> None:
+    async def _rebuild(self, groups: list[_LiveGroup]) -> None:
         """Wait until rebuilt episodes have reached their saved place; episodes that diverge from it begin anew."""
         while True:
-            while not (all(live.settled for live in groups) and await _stay_settled(groups)):
-                await self.resident.progress(UNKNOWN_WAIT_S)
+            await self._settle(groups)
             policies = [policy for live in groups for policy in live.policies]
             differing = [policy for policy in policies if policy is not None and policy.difference]
             for policy in differing:
@@ -417,18 +417,7 @@ class _OpenCall:
         """The trajectory with the turn so far."""
         none = torch.zeros(0)
         begun = self.begun or Completion(0, none.long(), none, none, none.long(), finish="paused")
-        node = Node(
-            self.trajectory.leaf,
-            begun.tokens.tolist(),
-            sampled=True,
-            raw_logp=begun.raw_logp,
-            sampling_logp=begun.sampling_logp,
-            versions=begun.versions,
-            finish="paused",
-            sampling=self.sampling,
-            seed=self.seed,
-        )
-        return dataclasses.replace(self.trajectory, leaf=node)
+        return with_turn(self.trajectory, begun, self.sampling, self.seed)
 
 
 class ResumablePolicy(LoggedPolicy):
@@ -524,10 +513,10 @@ class ResumablePolicy(LoggedPolicy):
             most = self.allowance - path - call.fresh
             if most < 1:
                 return None
-        computed = self._prefix(call.trajectory.leaf).computed if call.begun is None else len(tokens) + written - 1
-        request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, computed=computed)
-        owned = self._prefix(call.trajectory.leaf).owned
-        completion = await self._runner.ask(self._number, request._replace(owned=owned))
+        prefix = self._prefix(call.trajectory.leaf)
+        request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, owned=prefix.owned)
+        computed = prefix.computed if call.begun is None else len(tokens) + written - 1
+        completion = await self._runner.ask(self._number, request._replace(computed=computed))
         call.fresh += len(completion.tokens) - written
         if completion.finish == "paused":
             call.begun = completion

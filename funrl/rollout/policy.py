@@ -256,23 +256,9 @@ class Policy:
             reading = chat.read(tokens[:begin], [*tokens[begin:], *written], trajectory.tools)
             self._read["tool_calls"] += len(reading.tool_calls) + len(reading.problems)
             self._read["call_errors"] += len(reading.problems)
-        node = Node(
-            trajectory.leaf,
-            completion.tokens.tolist(),
-            sampled=True,
-            raw_logp=completion.raw_logp,
-            sampling_logp=completion.sampling_logp,
-            versions=completion.versions,
-            routes=completion.routes,
-            messages=() if chat is None else (reading.message,),
-            finish=completion.finish,
-            sampling=sampling,
-            seed=seed,
-            problems=reading.problems,
-        )
-        longer = dataclasses.replace(trajectory, leaf=node)
+        longer = with_turn(trajectory, completion, sampling, seed, None if chat is None else reading)
         self._sampled.append(longer)
-        return Reply(*reading, tokens=node.tokens, finish=completion.finish), longer
+        return Reply(*reading, tokens=longer.leaf.tokens, finish=completion.finish), longer
 
     async def endpoint(self, agent: str = "policy") -> Endpoint:
         """Serve an agent over HTTP until the episode ends; `ends` gives the trajectories of its replies.
@@ -411,3 +397,31 @@ class Policy:
         if ordinal == 0 and not model and asked == default and prefix.begins_as(self._first):
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)
+
+
+def with_turn(
+    trajectory: Trajectory, completion: Completion, sampling: Sampling, seed: int, reading: ReadReply | None = None
+) -> Trajectory:
+    """A trajectory with the turn that a request has sampled.
+
+    Args:
+      trajectory: before the turn.
+      completion: the turn.
+      sampling, seed: of the request.
+      reading: the message of the turn; None: it is not known.
+    """
+    node = Node(
+        trajectory.leaf,
+        completion.tokens.tolist(),
+        sampled=True,
+        raw_logp=completion.raw_logp,
+        sampling_logp=completion.sampling_logp,
+        versions=completion.versions,
+        routes=completion.routes,
+        messages=() if reading is None else (reading.message,),
+        finish=completion.finish,
+        sampling=sampling,
+        seed=seed,
+        problems=() if reading is None else reading.problems,
+    )
+    return dataclasses.replace(trajectory, leaf=node)

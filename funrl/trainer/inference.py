@@ -41,7 +41,7 @@ from funrl.trainer.jobs.models import located, models_of
 from funrl.trainer.jobs.prepare import checked_job, devices_of, lay_out
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields
-from funrl.trainer.settings.declaration import SettingsError, blaming
+from funrl.trainer.settings.declaration import blaming
 from funrl.trainer.settings.scorers import Given, own_environment
 from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.evaluation import EVAL_SEED
@@ -73,8 +73,6 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     check_values(settings)
     check_together(settings, with_prompts(settings, given))
     settings = located(with_model_directories(settings))
-    if settings.devices.device == "xla":
-        raise SettingsError("--device=xla computes updates and scores of training, which is not here; leave it out")
     sizes, device = devices_of(settings)
     with blaming("model"):
         model = read_stored_model(stored, settings.models.model_code)

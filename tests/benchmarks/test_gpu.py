@@ -21,10 +21,12 @@ def run(folder, *flags, program=BENCHMARKS / "gpu.py"):
 
 @pytest.mark.slow
 def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
-    done, rows = run(tmp_path, "--parts=kernels,train,decode,vllm")
+    done, rows = run(tmp_path, "--parts=kernels,train,decode,mixed,vllm")
     assert done.returncode == 0, done.stderr
-    by_part = {part: [row for row in rows if row["part"] == part] for part in ("kernels", "train", "decode", "vllm")}
-    assert [len(x) for x in by_part.values()] == [14, 4, 3, 1]
+    by_part = {
+        part: [row for row in rows if row["part"] == part] for part in ("kernels", "train", "decode", "mixed", "vllm")
+    }
+    assert [len(x) for x in by_part.values()] == [14, 4, 3, 2, 1]
     measured = [row for row in rows if row["part"] != "vllm"]
     assert all(row["value"] > 0 and row["bound"] > 0 and row["share"] > 0 for row in measured)
     attention = next(row for row in rows if row["name"] == "varlen attention, one row of 64, forward")
@@ -37,6 +39,16 @@ def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
     text = (tmp_path / "table.md").read_text()
     assert text.count("\n| kernels | ") == 14 and "torch" in text.splitlines()[0]
     assert all(line in done.stdout for line in text.splitlines()[2:])
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_pass_are_counted(tmp_path):
+    done, rows = run(tmp_path, "--parts=decode-passes")
+    assert done.returncode == 0, done.stderr
+    assert [row["name"].rpartition(": ")[2] for row in rows] == ["kernels", "busy", "idle"] * 2
+    assert all(row["value"] > 0 and row["bound"] for row in rows if row["unit"] == "ms" and "busy" in row["name"])
+    counts = [row["value"] for row in rows if row["unit"] == "kernels"]
+    assert counts[0] > 50, "on a CPU they are operators"
 
 
 BROKEN = f"""

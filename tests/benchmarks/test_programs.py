@@ -64,6 +64,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
     ),
 }
 CAPPED = ("decode_kernel", "generate", "layer", "step")  # have --isa=avx2
+# Modules of the others.
 PARTS = {
     "handwritten_jax",
     "instruction_set",
@@ -71,7 +72,7 @@ PARTS = {
     "serve_client",
     "vllm_peer",
     "weightless",
-}  # of the others
+}
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 
 
@@ -97,9 +98,25 @@ def test_a_benchmark_runs_with_avx2_alone(name, tmp_path):
 
 def check_table(name, folder, *flags):
     arguments, line = PROGRAMS[name]
+    printed = output_of(name, arguments, folder, *flags)
+    assert re.search(line, printed, re.MULTILINE), printed
+    return printed
+
+
+def output_of(name, arguments, folder, *flags):
+    """What a benchmark prints."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": XLA_FLAGS}
     command = [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split(), *flags]
     done = forked_python.run_python(command, folder, environment, timeout_s=300)
     assert done.returncode == 0, done.stderr
-    assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     return done.stdout
+
+
+@pytest.mark.slow
+def test_graphs_of_passes_with_prompts_save_what_is_predicted(tmp_path):
+    """512 rows of mean length 512, of which one ends and one begins a pass: 19 ms a pass by the clock, 10.5 at most."""
+    output = output_of("scheduler", "--passes", tmp_path)
+    refilled = re.search(rf"^refilled rows \| \d+, 6\d% \| ({NUMBER})  ({NUMBER})$", output, re.MULTILINE)
+    assert refilled is not None, output
+    before, after = map(float, refilled.groups())
+    assert 18 < before < 20 and after <= 10.5

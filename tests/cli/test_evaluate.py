@@ -160,7 +160,7 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
         (["generate", "own", "--prompts=r.py"], "error: --prompts: r.py, line 1: not valid JSON"),
         (
             ["evaluate", "own", "--device=xla"],
-            "error: --device=xla computes updates and scores of training, which",
+            "error: --device=xla: it must be one of cpu, cuda",
         ),
         (["generate", "own", "--prompts=p.jsonl", "--output=./p.jsonl"], "is the file of the prompts"),
     ],

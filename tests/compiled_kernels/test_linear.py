@@ -10,7 +10,7 @@ from funrl.compiled_kernels import linear as kernels
 from funrl.compiled_kernels.exact import packs
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.kernel_library import library_problem
-from funrl.compiled_kernels.linear import ONEDNN, linear, product, sum_of_products
+from funrl.compiled_kernels.linear import ONEDNN, add_products_, linear, product, sum_of_products
 from funrl.compiled_kernels.packed import pack_linear
 from funrl.mesh.simulate import gather, per_rank, simulate
 
@@ -106,11 +106,33 @@ def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(dtype):
 
 @needs_kernels
 @needs_onednn
-def test_gradients_are_computed_by_onednn():
-    x, w = draw(2000, 128).requires_grad_(), weight_of(128, 128).requires_grad_()
+def test_gradients_are_computed_by_onednn_and_the_kernels():
+    x, w = draw(2000, 128), weight_of(128, 128)
     assert seen(lambda: linear(x, w)) == set()
-    out = linear(x, w)
-    assert seen(lambda: torch.autograd.grad(out.sum(), (x, w))) == {"mkldnn::_linear_pointwise"}
+    for leaf, operators in ((x, {"mkldnn::_linear_pointwise"}), (w, set())):
+        out = linear(*(one.detach().requires_grad_(one is leaf) for one in (x, w)))
+        assert seen(lambda out=out: out.sum().backward()) == operators
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 128, 128), (5, 130, 1000), (513, 200, 256), (1500, 1000, 17), (1024, 64, 257)])
+@torch.no_grad()
+def test_gradients_of_weights_are_sums_in_an_order_that_threads_do_not_change(shape, monkeypatch):
+    rows, outputs, inputs = shape
+    a, b, before = draw(rows, outputs), draw(rows, inputs, seed=1), draw(outputs, inputs, seed=2)
+    assert seen(lambda: sum_of_products(a, b)) == set()
+    total = sum_of_products(a, b)
+    expected = a.double().T @ b.double()
+    assert (total - expected).abs().max() <= 2e-6 * (1 + rows) ** 0.5 * 4
+    added = before.clone()
+    add_products_(added, a, b)
+    assert (added - (before + expected)).abs().max() <= 2e-6 * (1 + rows) ** 0.5 * 4
+    assert torch.equal(sum_of_products(a.T.contiguous().T, b), total), "of another layout"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(sum_of_products(a, b), total)
+    transposed = before.T.contiguous().T
+    add_products_(transposed, a, b)
+    assert (transposed - added).abs().max() < 1e-4
 
 
 @needs_kernels
@@ -150,6 +172,15 @@ def test_a_weight_is_packed_once_a_version_and_dies_with_its_memory(monkeypatch)
     del w, view
     linear(x, weight_of(192, 96))
     assert len(packed) == 3 and sum(known.memory.expired() for known in packs._KNOWN.values()) <= 1  # the last one's
+
+
+@needs_kernels
+def test_another_thread_may_drop_dead_weights_at_the_same_time(monkeypatch):
+    linear(draw(4, 96), weight_of(192, 96))
+    assert packs._KNOWN
+    monkeypatch.setattr(torch.UntypedStorage, "_expired", lambda _: packs._KNOWN.clear() or True)
+    packs._drop_dead()
+    assert not packs._KNOWN
 
 
 @needs_onednn

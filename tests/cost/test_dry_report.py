@@ -103,7 +103,7 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     }
     assert not (tmp_path / "runs").exists()
     for wrong, why in (
-        ("--text_tokens=5000", "--text_tokens=5000 is more than the model's 4096 positions"),
+        ("--text_tokens=5000", "--text_tokens=5000: a row has 5000 tokens, and the model 4096 positions"),
         ("--text_tokens=0", "it must be at least 1"),
         ("--prompt_tokens=8", "--prompt_tokens has no effect in learning from given texts"),
         ("--fsdp_models=critic", "does nothing without --fsdp; give --fsdp too"),
@@ -134,7 +134,7 @@ def test_a_task_of_episodes_is_estimated_with_its_turns(capsys, monkeypatch):
     assert episodes["waited_seconds"] == 0.5 and episodes["recomputed_tokens"] == 0
     for wrong, why in (
         (["--assume_turns=17"], "--assume_turns=17 is more than --episode_turns=16"),
-        (["--assume_turns=9"], "--assume_turns=9 and --assume_turn_tokens=6 are more than the model's 64 positions"),
+        (["--assume_turns=9"], "--assume_turns=9 --assume_turn_tokens=6: a row has "),
     ):
         assert main("grpo", ["grpo", *flags, *wrong], "grpo") == 2
         assert why in capsys.readouterr().err

@@ -82,7 +82,7 @@ def test_a_text_may_be_as_long_as_the_models_positions_and_no_longer(tmp_path):
     model = write_config(tmp_path)
     job = plain("sft", model=model)
     assert dry_run.check_width(job, 4096) == 4096 and dry_run.check_width(plain("dpo", model=model), 4096) == 2 * 4096
-    with pytest.raises(SettingsError, match="--text_tokens=4097 is more than the model's 4096 positions"):
+    with pytest.raises(SettingsError, match="--text_tokens=4097: a row has 4097 tokens, and the model 4096 positions"):
         dry_run.estimate(job, 4097, CPU)
     with pytest.raises(SettingsError, match="--text_tokens=4096 "):  # a value head reads at one token more
         dry_run.check_width(plain("reward_model", model=model), 4096)

@@ -5,18 +5,22 @@ import collections
 import pytest
 import torch
 from device_waits import no_waits
-from small_engines import CONFIGS, PROMPTS, assert_same, completed, engine_of, weights
+from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, weights
 from test_engine_families import CONFIGS as OTHERS
 
 from funrl import trees
 from funrl.compiled_kernels import fused_decode
-from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_problem, parts_for
+from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_decode_error, fused_problem, parts_for
+from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import compile_layer, decoder_config, decoder_model
+from funrl.models.model import Lora
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device import decode_state
 from funrl.rollout.native.device.captured import CapturedFunctions
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
+from funrl.rollout.native.device.row_sampler import row_sampler_error
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.sampling_parameters import Sampling
 
 PLAIN = {
@@ -91,7 +95,11 @@ def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
     addresses = lambda: tuple(x.data_ptr() for _, x in backend.held())  # noqa: E731
     seen = []
     run = CapturedFunctions.run
-    watched = lambda graphs, form, function: (seen.append((form.tokens, addresses())), run(graphs, form, function))[1]  # noqa: E731
+
+    def watched(graphs, form, *given):
+        seen.append((form.tokens, addresses()))
+        return run(graphs, form, *given)
+
     monkeypatch.setattr(CapturedFunctions, "run", watched)
     sampling = Sampling(max_new_tokens=6)
     completed(engine, PROMPTS, sampling)
@@ -101,6 +109,22 @@ def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
         plain.load(plain.weights.named(weights(config, torch.float64, seed)), seed)
         assert kept == (seed > 1) and (not kept or addresses() == seen[-1][1])
         assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
+
+
+def test_weights_that_adapters_stand_on_are_not_stacked():
+    config = PLAIN["llama"]
+    engine = engine_of(config, torch.float64, packed=False, static=True)
+    backend = fused_backend(engine)
+    q = dict(backend.held())["layers/0/attn/q"]
+    lora = Lora(2, alpha=4.0, targets=("q",))
+    spec = engine.adapter_weights(lora)
+    engine.load_adapter(
+        "a", lora, [(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in spec.names.values()]
+    )
+    completed(engine, PROMPTS, Sampling(max_new_tokens=4))
+    engine.drop_adapter("a")
+    completed(engine, PROMPTS, Sampling(max_new_tokens=4))
+    assert backend._fused is None and dict(backend.held())["layers/0/attn/q"] is q, "captured passes read it"
 
 
 def pass_on_meta(monkeypatch, rows, layers):
@@ -172,3 +196,26 @@ def test_parts_occupy_a_gpu_and_divide_the_sum():
     for outputs, inner in ((4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144), (64, 64)):
         parts = parts_for(torch.empty(inner, outputs, device="meta"))
         assert 1 <= parts <= 8 and (parts == 1 or inner // parts >= 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_decodes_by_the_kernels():
+    """Greedy completions in bfloat16, by kernels and by the model's own operators: few tokens differ by rounding."""
+    assert trial_problem(fused_decode_error) is None
+    assert trial_problem(row_sampler_error) is None
+    config = decoder_config(**SMALL | {"head": 64}, family="qwen3", qk_norm=True)
+    mesh = Mesh(parse("dp1"), 0, torch.device("cuda"))
+    results = []
+    for fuses in (True, False):
+        engine = native_engine(decoder_model(config), mesh, torch.bfloat16, NativeOptions(static=True))
+        if not fuses:
+            engine._backend.__dict__["_fused_sizes"] = None
+        engine.load(engine.weights.named(trees.map(lambda x: x.cuda(), weights(config, torch.bfloat16))))
+        results.append(completed(engine, PROMPTS, Sampling(max_new_tokens=12, greedy=True)))
+        assert (engine._backend._fused is not None) == fuses
+        assert engine._static._graphs.captured > 0
+    same = torch.cat([a.tokens == b.tokens for a, b in zip(*results, strict=True)])
+    assert same.float().mean() > 0.5
+    for a, b in zip(*results, strict=True):
+        assert (a.raw_logp[:2] - b.raw_logp[:2]).abs().max() < 0.1

@@ -68,9 +68,7 @@ def test_drafts_on_a_gpu_are_refused_above_one_row():
     job = small_job(GRPO)
     gpu = Mesh(parse("dp1"), device=torch.device("cuda"))
     settings = with_flags(job.settings, speculate=3, decode_rows=8)
-    with pytest.raises(
-        SettingsError, match=r"^--speculate=3 with --decode_rows=8: drafts are made on the host, .* let"
-    ):
+    with pytest.raises(SettingsError, match=r"^--speculate=3 with --decode_rows=8: drafts are made on the host, "):
         check_engine(settings, job.model, gpu, job.sampling, job.eval_sampling)
     for allowed, mesh in ((settings, single()), (with_flags(settings, decode_rows=1), gpu)):
         check_engine(allowed, job.model, mesh, job.sampling, job.eval_sampling)

@@ -36,20 +36,20 @@ def filtered():
 def begun_places(state):
     """Places of the prompts that are begun."""
     begun = state.source["begun"]  # before the first step in the form of a checkpoint
-    return set((begun["places"] if isinstance(begun, dict) else begun.places).tolist())
+    return set(begun["places"].tolist() if isinstance(begun, dict) else [group.place for group in begun.groups])
 
 
-def is_ready(begun):
-    """[P] bool, prompts whose completions have all ended."""
-    return begun.waiting == 0
+def ready_places(begun):
+    """Places of the prompts whose completions have all ended."""
+    return [group.place for group in begun.groups if not group.waiting]
 
 
 def begun_rows(begun):
     """Rows that are not finished: prompt's number, seed, written tokens."""
     return [
-        (place, int(begun.seeds[number, sample]), list(call.leaf.tokens))
-        for number, place in enumerate(begun.places.tolist())
-        for sample, episode in enumerate(begun.records[place].samples)
+        (group.place, seed, list(call.leaf.tokens))
+        for group in begun.groups
+        for seed, episode in zip(group.seeds, group.record.samples, strict=True)
         if isinstance(episode, UnfinishedEpisode)
         for call in episode.log.calls
     ]
@@ -132,8 +132,8 @@ def test_each_completion_is_rewarded_once_and_when_its_prompt_is_finished():
         drawn += metrics["partial/new_prompts"]
         rewarded += 6
         held = state.source["begun"]
-        assert len(held.places) == drawn - rewarded / 2
-        assert sum(seen.values()) == rewarded + 2 * is_ready(held).sum()
+        assert len(held.groups) == drawn - rewarded / 2
+        assert sum(seen.values()) == rewarded + 2 * len(ready_places(held))
 
 
 def test_a_batched_reward_sees_all_completions_of_a_prompt_though_they_end_in_several_steps():
@@ -160,17 +160,16 @@ def test_finished_prompts_that_a_batch_does_not_need_wait_for_the_next_one(compo
         rows, after, metrics = draw_batch(run, state)
         assert len(rows.batch.score) == 8
         waiting = after.source["begun"]
-        ready = is_ready(waiting)
-        assert metrics["partial/finished_prompts_left"] == ready.sum()
+        finished = ready_places(waiting)
+        assert metrics["partial/finished_prompts_left"] == len(finished)
         if compose is filtered:
             assert (rows.batch.score.view(-1, 2).diff() != 0).all()
-            seen = 4 + metrics["filter_groups/dropped_prompts"] + ready.sum()
+            seen = 4 + metrics["filter_groups/dropped_prompts"] + len(finished)
             assert metrics["filter_groups/sampled_prompts"] == seen
         elif left[-1]:
             assert metrics["partial/new_prompts"] == 4 - left[-1]
         held = begun_places(state) | set(range(*consumed(state, after)))
         gone = held - begun_places(after)
-        finished = waiting.places[ready].tolist()
         if compose is GRPO:
             assert len(gone) == 4 and (not finished or min(finished) > max(gone))
         trained += gone
@@ -251,7 +250,7 @@ def test_samples_are_shown_and_a_run_learns():
 
 
 def test_a_budget_that_no_completion_exceeds_is_refused():
-    with pytest.raises(SettingsError, match=r"--new_tokens_per_step=12: a completion has 12 tokens at most"):
+    with pytest.raises(SettingsError, match=r"--new_tokens_per_step=12 does nothing without rows of more tokens"):
         small_job(**PARTIAL | {"new_tokens_per_step": 12})
 
 

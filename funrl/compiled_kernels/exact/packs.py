@@ -81,5 +81,6 @@ def forget(*tensors: Tensor) -> None:
 
 
 def _drop_dead() -> None:
-    for key in [key for key, known in _KNOWN.items() if torch.UntypedStorage._expired(known.memory.cdata)]:
-        del _KNOWN[key]
+    for key, known in list(_KNOWN.items()):  # other threads may add and drop others meanwhile
+        if torch.UntypedStorage._expired(known.memory.cdata):
+            _KNOWN.pop(key, None)

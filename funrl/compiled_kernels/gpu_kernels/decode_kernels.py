@@ -142,9 +142,9 @@ def _begin(
     if b == tl.num_programs(0) - 1:
         tl.store(offsets_ptr + b + 1, (b + 1).to(tl.int32))
     for first in range(0, pages, 128):
-        at = first + tl.arange(0, 128)
-        copied = tl.load(table_ptr + slot * stride + at, mask=at < pages, other=0)
-        tl.store(pages_ptr + b * pages + at, copied, mask=at < pages)
+        index = first + tl.arange(0, 128)
+        copied = tl.load(table_ptr + slot * stride + index, mask=index < pages, other=0)
+        tl.store(pages_ptr + b * pages + index, copied, mask=index < pages)
     dtype = x_ptr.dtype.element_ty
     turn = tl.arange(0, half)
     turning = turn < head // 2

@@ -85,9 +85,9 @@ def _noise(seed, step):
 
 
 @triton.jit
-def _first(found, at, last):
-    """The first of the positions that are found, or else the last one."""
-    return tl.minimum(tl.min(tl.where(found, at, last)), last)
+def _first(mask, positions, last):
+    """The first of the positions in the mask, or else the last one."""
+    return tl.minimum(tl.min(tl.where(mask, positions, last)), last)
 
 
 @triton.jit
@@ -143,12 +143,12 @@ def _sample(
     raw_total = tl.sum(raw * tl.exp((top - most).to(tl.float64)))
     raw_norm = tl.log(raw_total)
     length = tl.load(own + length_row * slots)
-    at = tl.arange(0, block)
+    offset = tl.arange(0, block)
     if greedy:
         chosen = _first(inside & (top == most), number, count - 1)
-        token = chosen.to(tl.int64) * block + at
+        token = chosen.to(tl.int64) * block + offset
         x = tl.load(logits_ptr + b * vocab + token, mask=token < vocab, other=float("-inf"))
-        index = _first(x == most, at, block - 1)
+        index = _first(x == most, offset, block - 1)
     else:
         weight = raw * tl.exp((top - most).to(tl.float64))
         if tempered:
@@ -162,15 +162,15 @@ def _sample(
         chosen = _first((upto > target) & (weight > 0), number, last)
         before = tl.sum(tl.where(number == chosen - 1, upto, 0.0))
         its_top = tl.sum(tl.where(number == chosen, top, 0.0))
-        token = chosen.to(tl.int64) * block + at
+        token = chosen.to(tl.int64) * block + offset
         x = tl.load(logits_ptr + b * vocab + token, mask=token < vocab, other=float("-inf"))
         if tempered:
             share = tl.exp(x / temperature - its_top / temperature).to(tl.float64)
             share *= tl.exp((its_top / temperature - most / temperature).to(tl.float64))
         else:
             share = tl.exp(x - its_top).to(tl.float64) * tl.exp((its_top - most).to(tl.float64))
-        last = tl.max(tl.where(share > 0, at, 0))
-        index = _first((before + tl.cumsum(share) > target) & (share > 0), at, last)
+        last = tl.max(tl.where(share > 0, offset, 0))
+        index = _first((before + tl.cumsum(share) > target) & (share > 0), offset, last)
     sampled = tl.minimum(chosen.to(tl.int64) * block + index, vocab - 1)
     logit = tl.load(logits_ptr + b * vocab + sampled)
     raw_logp = ((logit - most).to(tl.float64) - raw_norm).to(tl.float32)

@@ -50,7 +50,7 @@ from funrl.rollout.sampling_parameters import Sampling
 ROUTE = torch.int16  # dtype of recorded ids of experts
 log = logging.getLogger(__name__)
 LOGITS = 1 << 26  # logits computed at a time at most
-BASE_WEIGHTS = -1  # the weights that adapters stand on, among numbers of adapters
+NO_ADAPTER = -1  # number of the weights that adapters stand on
 
 
 class TorchBackend:
@@ -88,9 +88,9 @@ class TorchBackend:
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
         self._fused: FusedDecoder | None = None
-        self._stacks = False  # whether `load` stacks weights for fused kernels
+        self._stacks: bool | None = None  # whether `load` stacks weights for fused kernels; None: until the first pass
         self._owned = OwnedPrompts(model)
-        self._fixed: set[int] = set()  # adapters whose memory is this backend's own; `BASE_WEIGHTS`: the weights' is
+        self._fixed: set[int] = set()  # adapters, or `NO_ADAPTER`, whose memory is no caller's
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
@@ -98,7 +98,7 @@ class TorchBackend:
         self._fused = FusedDecoder(self._fused_sizes, params) if self._stacks and self._fused_sizes else None
 
     def _take(self, params: trees.Tree) -> None:
-        self._fixed.discard(BASE_WEIGHTS)
+        self._fixed.discard(NO_ADAPTER)
         unembed_VD = self.model.unembedding(params)
         forget(*trees.leaves(params))
         if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda and not kernels_work():
@@ -111,22 +111,23 @@ class TorchBackend:
 
         Tensors that came by `load` may be the caller's. They are not written to, but replaced by copies once.
         """
-        if BASE_WEIGHTS not in self._fixed:
+        if NO_ADAPTER not in self._fixed:
             self.drop()
             self.load(trees.map(torch.clone, params))
-            self._fixed.add(BASE_WEIGHTS)
+            self._fixed.add(NO_ADAPTER)
             return False
         held = self._params, self._unembed_VD  # stacked weights of fused kernels are the memory of these
         self._take(params)
         _copy_into(held, (self._params, self._unembed_VD))
         self._params, self._unembed_VD = held
-        self._fixed.add(BASE_WEIGHTS)
+        self._fixed.add(NO_ADAPTER)
         return True
 
     def overwrite_adapter(self, number: int, adapter: Adapter) -> bool:
         """`overwrite` for the factors of an adapter; the scale is a constant of captured passes."""
         held = self._adapters.get(number)
-        if held is None or number not in self._fixed or adapter_form(held) != adapter_form(adapter):
+        forms = [x and (x.scale, [(name, y.shape) for name, y in trees.named(x.factors)]) for x in (held, adapter)]
+        if held is None or number not in self._fixed or forms[0] != forms[1]:
             self.load_adapter(number, Adapter(trees.map(torch.clone, adapter.factors), adapter.scale))
             self._fixed.add(number)
             return False
@@ -249,10 +250,12 @@ class TorchBackend:
         """Stack weights for fused kernels, where these compute the model, as `load` does from then on.
 
         Weights get other memory: it is called before each pass that may be captured, and does nothing after the first.
+        With adapters, whose passes have no fused kernels, the weights stay, as they may be the trainer's.
         """
-        if self._fused is None and self._fused_sizes is not None:
-            self._fused = FusedDecoder(self._fused_sizes, self._params)
-            self._stacks = True
+        if self._stacks is None:
+            self._stacks = self._fused_sizes is not None and not self._adapters
+            if self._fused_sizes is not None and self._stacks:
+                self._fused = FusedDecoder(self._fused_sizes, self._params)
 
     @functools.cached_property
     def _fused_sizes(self) -> StepSizes | None:
@@ -308,11 +311,6 @@ class TorchBackend:
             parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
-
-
-def adapter_form(adapter: Adapter) -> tuple[float, list[tuple[str, torch.Size]]]:
-    """What passes that were captured with an adapter depend on, beside its numbers."""
-    return adapter.scale, [(name, x.shape) for name, x in trees.named(adapter.factors)]
 
 
 def _copy_into(held: trees.Tree, new: trees.Tree) -> None:

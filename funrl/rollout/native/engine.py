@@ -35,9 +35,7 @@ from funrl.rollout.native.static_decode import StaticDecode, drafts_problem, sta
 from funrl.rollout.requests import Completion, Request, check_requests
 
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
-PASSES_AHEAD = (
-    4  # passes of static shape that the host begins before it reads the first, where no row needs it meanwhile
-)
+PASSES_AHEAD = 4  # of static shape, whose tokens the host has not read, where no row needs it to
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
 log = logging.getLogger(__name__)
 

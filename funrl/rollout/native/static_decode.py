@@ -7,6 +7,7 @@ few numbers of tokens.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -142,7 +143,8 @@ class StaticDecode:
         form = self._form(slots, rows, groups)._replace(tokens=tokens)
         state.table_SP[-1].fill_(spare.page)
         inputs = self._mixed_inputs(plan, form, spare)
-        sampled = self._graphs.run(form, lambda: mixed_pass(self._backend, state, inputs, form))
+        compute = functools.partial(mixed_pass, self._backend, state, inputs, form)
+        sampled = self._graphs.run(form, compute, "passes with prompts")
         if plan.copies:
             self._backend.copy_pages(*zip(*plan.copies, strict=True))
         self._lengths[plan.sampling_slots] += 1

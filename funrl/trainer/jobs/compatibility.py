@@ -59,17 +59,11 @@ def check_algorithm(
 
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse stale rows where a run has none, and a loss that does not correct for them. Raises: SettingsError."""
-    devices = settings.devices
     staleness = settings.asynchrony.staleness
-    if staleness and devices.place is None and not settings.estimate.dry_run:
-        raise settings.refusal(
-            "{staleness}: the devices of a run take turns at generation and training, so no row is ever behind; give "
-            "both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
-        )
+    check_needs(settings, generator_ranks=settings.devices.place is not None or settings.estimate.dry_run)
     scorers = scorers_of(settings)
     refills = filters_rows(algorithm, settings) and settings.sampling.max_refills > 1
-    ahead = staleness > 0 and devices.place is not None
-    if ahead and scorers and refills and "greedy_score" in reads(algorithm).required:
+    if staleness and scorers and refills and "greedy_score" in reads(algorithm).required:
         raise settings.refusal(
             f"{{max_refills}} with {{staleness}}, --{scorers[0]} and greedy completions: these are scored with the "
             "batch, and replaced ones are not; give --max_refills=1, with which a batch has fewer prompts where a "

@@ -23,7 +23,7 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype
 from funrl.trainer.settings.declaration import SettingsError, blaming, refusing
 from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path, scorers_of
-from funrl.trainer.settings.settings import Settings, flag_value, with_flags
+from funrl.trainer.settings.settings import Settings, check_needs, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.roles import Companion, Role, main_role_of, role_names
 
@@ -50,9 +50,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         tokenizer = load_tokenizer(settings.models.model)
     if settings.models.resize_vocab:
         rows = 1 + max(tokenizer.get_vocab().values(), default=0)
-        if rows <= model.config.vocab:
-            vocab = f"the model has {model.config.vocab} token ids and its tokenizer {rows}"
-            raise SettingsError(f"--resize_vocab does nothing: {vocab}; leave it out")
+        check_needs(settings, unnamed_tokens=rows > model.config.vocab)
         with blaming("resize_vocab"):
             model = with_vocabulary(model, rows)
     return model, tokenizer

@@ -176,7 +176,8 @@ def checked_job(settings: Settings, algorithm: Algorithm, models: JobModels, dev
     """
     readers = check_tokens(settings, algorithm, models, task)
     tokens = new_tokens(settings, task)
-    check_budget(settings, task, tokens)
+    part = settings.sampling.new_tokens_per_step
+    check_needs(settings, longer_rows=part is None or part < row_new_tokens(settings, task, tokens))
     if settings.asynchrony.staleness:
         _check_weighed(settings, algorithm, task)
     if not task.embedded:
@@ -337,24 +338,6 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
     with refusing(f"{GENERATION} of the model: "):
         numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0} | shared
         return train, Sampling(**numbers, greedy=greedy, samples=settings.evaluation.eval_samples)
-
-
-def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
-    """Raise SettingsError where no completion or episode could take more than one step.
-
-    Args:
-      new_tokens: of a completion.
-    """
-    tokens = settings.sampling.new_tokens_per_step
-    most = row_new_tokens(settings, task, new_tokens)
-    if tokens is not None and tokens >= most:
-        row = "a completion has {most} tokens at most (--max_new_tokens)"
-        if task.environment is not None:
-            row = "a trajectory has {most} tokens at most (--max_new_tokens, --episode_turns, --episode_tokens)"
-        raise settings.refusal(
-            f"{{new_tokens_per_step}}: {row}, so none would continue in a later step; give fewer, or leave it out",
-            most=most,
-        )
 
 
 def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, memory: float) -> None:

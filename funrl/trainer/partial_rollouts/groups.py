@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,48 +36,43 @@ from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.selection import SampledPrompts
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.storage.row_shards import HeldRows
 
-GROUP_COLUMNS = ("places", "seeds", "owner", "waiting", "steps")
+GROUP_COLUMNS = ("places", "seeds", "owner", "waiting", "steps")  # of a checkpoint, as the fields of `BegunGroup`
 UNFILTERED_BATCHES = 2  # begun in a step, for episodes that continue or fail: most are far shorter than the longest
 COMPLETION_LIMITS = EpisodeLimits(turns=1, environment_s=math.inf, retries=0, waiting=sys.maxsize)
 
 
-@dataclass(frozen=True, eq=False)
-class BegunGroups:
-    """Groups that were begun and are not trained on yet, in the order of the prompts; an immutable value.
+class BegunGroup(NamedTuple):
+    """A group that was begun and is not trained on yet.
 
     Attributes:
-      places: [P] position of each group's prompt in the order of the prompts.
-      seeds: [P, S] of the samples.
-      owner: [P] replica of each group, as an index over the row axes of the generate mesh.
-      waiting: [P] samples that have not ended.
-      steps: [P] steps in which the group was written.
-      records: of this replica's own groups, by place.
+      place: position of its prompt in the order of the prompts.
+      seeds: of its samples.
+      owner: its replica, as an index over the row axes of the generate mesh.
+      waiting: samples that have not ended.
+      steps: number of steps in which it was written.
+      record: of its samples, on its replica.
+    """
+
+    place: int
+    seeds: Sequence[int]
+    owner: int
+    waiting: int
+    steps: int
+    record: GroupRecord | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BegunGroups:
+    """Groups that were begun and are not trained on yet; an immutable value.
+
+    Attributes:
+      groups: in the order of the prompts.
       restarted: episodes begun anew in this step, since their environments differed from their records.
     """
 
-    places: np.ndarray
-    seeds: np.ndarray
-    owner: np.ndarray
-    waiting: np.ndarray
-    steps: np.ndarray
-    records: Mapping[int, GroupRecord]
+    groups: Sequence[BegunGroup] = ()
     restarted: int = 0
-
-    @property
-    def own(self) -> list[GroupRecord]:
-        """Records of this replica's groups, in their order."""
-        return [self.records[place] for place in self.places.tolist() if place in self.records]
-
-    def select(self, groups: np.ndarray) -> BegunGroups:
-        """Some groups by their indices, ascending."""
-        places = set(self.places[groups].tolist())
-        return dataclasses.replace(
-            self,
-            **{name: getattr(self, name)[groups] for name in GROUP_COLUMNS},
-            records={place: record for place, record in self.records.items() if place in places},
-        )
 
 
 class NewPrompts(NamedTuple):
@@ -101,7 +95,7 @@ class PartialWriter:
     Episodes wait for their next tokens with their environments alive. A completion is an episode of one reply.
 
     Attributes:
-      longest: bound on the tokens that are sampled for a trajectory.
+      most_steps: bound on the steps that a trajectory takes.
       most_new: bound on the groups begun in a step; None: as many as a batch needs.
     """
 
@@ -124,8 +118,9 @@ class PartialWriter:
         self.samples = sampling.samples
         self.mesh = generation.engine.mesh
         self.index = int(self.mesh.index(self.mesh.row_axes))
-        self.longest = sampling.max_new_tokens
+        longest = sampling.max_new_tokens
         self.most_new = generation.schedule.batch * selection.max_refills if selection.filter else None
+        self.most_steps = -(-longest // tokens)
         self._examples: dict[int, Example] = {}  # by position in the order
         self._pending = None
         if setup is None:
@@ -134,101 +129,108 @@ class PartialWriter:
             self._episodes = ResumableEpisodes(CompletionEnvironment(), PolicySetup(sampling), limits, self._reward)
             return
         limits = setup.limits
-        bounds = (limits.turns * sampling.max_new_tokens, limits.tokens, limits.length)
-        self.longest = min(bound for bound in bounds if bound)
+        bounds = (limits.turns * longest, limits.tokens, limits.length)
+        self.most_steps = -(-min(bound for bound in bounds if bound) // tokens)
         self.most_new = self.most_new or generation.schedule.batch * UNFILTERED_BATCHES
         self._episodes = ResumableEpisodes(setup.environment, policy_setup(setup, sampling), limits)
 
     def write(
-        self, held: BegunGroups, going_on: np.ndarray, new: NewPrompts, tokens: int | None
+        self, held: BegunGroups, places: Collection[int], new: NewPrompts, tokens: int | None
     ) -> tuple[BegunGroups, int]:
         """Continue some groups and begin some; return all, and the next position in the order of the prompts.
 
+        A group that was begun as many steps ago as the longest trajectory takes is run to its end, so that its oldest
+        token is never older, however many trajectories its episodes have.
+
         Args:
           held: begun groups.
-          going_on: [P] bool, groups whose unfinished samples to continue.
+          places: groups whose unfinished samples to continue.
           new: prompts to begin.
           tokens: bound on the new tokens of each sample; None: write to its end.
         """
-        schedule = self.generation.schedule
-        going_on = going_on & (held.waiting > 0)
-        if not going_on.any() and not new.count:
+        if not places and not new.count:
             return held, new.begin
+        schedule = self.generation.schedule
         taken = take_next(schedule.prompts, new.count, schedule.seed, position=new.begin, weights=new.weights)
         noise = derived_seed(schedule.seed, new.begin)
-        seeds = [request_seed(noise, n) for n in range(new.count * self.samples)]
-        none = np.zeros(new.count, np.int64)
-        begun = (taken.positions, np.array(seeds, np.int64).reshape(-1, self.samples), none - 1, none, none)
-        columns = {
-            name: np.concatenate([getattr(held, name), values])
-            for name, values in zip(GROUP_COLUMNS, begun, strict=True)
-        }
-        written = np.concatenate([going_on, none == 0])
-        columns["steps"] = columns["steps"] + written
-        with self.clock.phase("generate"):
-            return self._write_round(dataclasses.replace(held, **columns), written, new.count, tokens), taken.end
+        seeds = [[request_seed(noise, n * self.samples + i) for i in range(self.samples)] for n in range(new.count)]
+        begun = [BegunGroup(*group, -1, self.samples, 0) for group in zip(taken.positions.tolist(), seeds, strict=True)]
+        continued = [group._replace(steps=group.steps + (group.place in places)) for group in held.groups]
+        groups = [*continued, *(group._replace(steps=1) for group in begun)]
+        examples = schedule.examples_at([group.place for group in groups])
+        self._keep_examples({group.place: example for group, example in zip(groups, examples, strict=True)})
+        own = [
+            (self._episodes_of(group), group.record, None if group.steps >= self.most_steps else tokens)
+            for group in continued
+            if group.place in places and group.record is not None
+        ]
+        engine = self.generation.engine
+        with self.clock.phase("generate"), settle_proof(engine.proof):
+            run = self._episodes.continue_groups(
+                engine.engine, self.mesh, Round([self._episodes_of(group) for group in begun], own, tokens)
+            )
+        return self._joined(groups, run, held.restarted), taken.end
 
-    def examine(self, held: BegunGroups) -> SampledPrompts:
+    def examine(self, groups: Sequence[BegunGroup]) -> SampledPrompts:
         """Finished groups with all rewards, at their positions in the order of the prompts."""
         generation = self.generation
         engine = generation.engine
         sampling = generation.sampling
-        examples = generation.schedule.examples_at(held.places)
-        own = [(record.first + n, x) for record in held.own for n, x in enumerate(record.ended)]
-        numbers = sample_numbers(np.flatnonzero(held.owner == self.index), self.samples).tolist()
+        places = np.array([group.place for group in groups])
+        examples = generation.schedule.examples_at(places)
+        own = [
+            (number * self.samples + n, group.place * self.samples + n, episode)
+            for number, group in enumerate(groups)
+            if group.record is not None
+            for n, episode in enumerate(group.record.ended)
+        ]
         with self.clock.phase("generate"):
             if generation.episodes is not None:
-                episodes = list(zip(numbers, [episode for _, episode in own], strict=True))
+                episodes = [(number, episode) for number, _, episode in own]
                 done, rows = rollout_of_episodes(generation.episodes, engine, episodes, examples, sampling)
-                return SampledPrompts(examples, held.places, done, rows)
-            for number, episode in own:  # such as those of a checkpoint
-                self._reward(number, episode)
-            completions = [
-                completion_of(episode.ends[0].leaf)._replace(number=number)
-                for number, (_, episode) in zip(numbers, own, strict=True)
-            ]
+                return SampledPrompts(examples, places, done, rows)
+            for _, at_run, episode in own:  # such as those of a checkpoint
+                self._reward(at_run, episode)
             done = collected_rollout(
                 engine,
-                completions,
+                [completion_of(episode.ends[0].leaf)._replace(number=number) for number, _, episode in own],
                 self._pending,
                 rows=len(examples) * self.samples,
                 begin=time.perf_counter(),
-                numbers=[number for number, _ in own],
+                numbers=[at_run for _, at_run, _ in own],
             )
-            form = generation.form._replace(versions=True, choices=0)
-            rows = to_rows(examples, done, sampling, form)
+            rows = to_rows(examples, done, sampling, generation.form._replace(versions=True, choices=0))
         if done.reward_s:
             self.clock.move(done.reward_s, "generate", "reward")
-        return SampledPrompts(examples, held.places, done, rescored(generation, rows, examples))
-
-    def nothing(self) -> BegunGroups:
-        """No groups."""
-        none = np.zeros(0, np.int64)
-        return BegunGroups(none, np.zeros((0, self.samples), np.int64), none, none, steps=none, records={})
+        return SampledPrompts(examples, places, done, rescored(generation, rows, examples))
 
     def saved(self, held: BegunGroups, largest: Callable[[int], int]) -> dict[str, trees.Tree]:
         """Begun groups as a checkpoint stores them, with records of one width on all ranks; see `StoredState`."""
-        records = [np.frombuffer(record.text.encode(), np.uint8) for record in held.own]
-        stored = np.zeros((len(records), largest(max(map(len, records), default=0))), np.uint8)
-        for row, record in zip(stored, records, strict=True):
-            row[: len(record)] = record
-        return {name: torch.from_numpy(getattr(held, name)) for name in GROUP_COLUMNS} | {
-            "records": torch.from_numpy(stored)
+        groups = held.groups
+        columns = {
+            name: torch.tensor([group[n] for group in groups], dtype=torch.int64)
+            for n, name in enumerate(GROUP_COLUMNS)
         }
+        columns["seeds"] = columns["seeds"].reshape(-1, self.samples)
+        texts = [np.frombuffer(group.record.text.encode(), np.uint8) for group in groups if group.record is not None]
+        stored = np.zeros((len(texts), largest(max(map(len, texts), default=0))), np.uint8)
+        for row, text in zip(stored, texts, strict=True):
+            row[: len(text)] = text
+        return {**columns, "records": torch.from_numpy(stored)}
 
     def restored(self, tree: dict[str, trees.Tree]) -> BegunGroups:
         """The begun groups of such a tree."""
-        groups = {name: tree[name].cpu().numpy() for name in GROUP_COLUMNS}
-        own = groups["places"][groups["owner"] == self.index].tolist()
-        texts = [bytes(row.numpy()).rstrip(b"\0").decode() for row in tree["records"].cpu()]
-        records = {
-            place: GroupRecord.from_text(place * self.samples, text) for place, text in zip(own, texts, strict=True)
-        }
-        return BegunGroups(**groups, records=records)
-
-    def rows(self, tree: dict[str, trees.Tree]) -> HeldRows:
-        """The leaves of such a tree that each replica has for its own groups."""
-        return HeldRows(frozenset({"records"}), tree["owner"].cpu().numpy(), self.mesh)
+        columns = [tree[name].tolist() for name in GROUP_COLUMNS]
+        groups = [BegunGroup(*values) for values in zip(*columns, strict=True)]
+        texts = (bytes(row.numpy()).rstrip(b"\0").decode() for row in tree["records"].cpu())
+        return BegunGroups(
+            [
+                group._replace(record=GroupRecord.from_text(group.place * self.samples, next(texts)))
+                if group.owner == self.index
+                else group
+                for group in groups
+            ]
+        )
 
     def close(self) -> None:
         """End all episodes and their environments."""
@@ -239,52 +241,38 @@ class PartialWriter:
         if self._pending is not None:
             self._pending.add(completion_of(episode.ends[0].leaf)._replace(number=number))
 
-    def _write_round(self, held: BegunGroups, written: np.ndarray, new: int, tokens: int | None) -> BegunGroups:
-        """Write some groups, until each sample has ended or has sampled what it may.
+    def _keep_examples(self, examples: Mapping[int, Example]) -> None:
+        """Remember the prompts of the begun groups, and forget what others had."""
+        self._examples.clear()
+        self._examples.update(examples)
+        if self._pending is not None:
+            self._pending.keep(examples)
 
-        A group that was begun as many steps ago as the longest trajectory takes is run to its end, so that its oldest
-        token is never older, however many trajectories its episodes have.
+    def _episodes_of(self, group: BegunGroup) -> EpisodeGroup:
+        return EpisodeGroup(self._examples[group.place], group.place * self.samples, group.seeds)
+
+    def _joined(self, groups: Sequence[BegunGroup], run: GroupRun, restarted: int) -> BegunGroups:
+        """All groups after the replicas have run some.
 
         Args:
-          held: all groups, with those that begin.
-          written: [P] bool, the groups.
-          new: how many of them begin; they are the last ones.
-          tokens: as of `write`.
+          groups: before that.
+          run: of this replica.
+          restarted: episodes begun anew in this step before.
         """
-        mesh = self.mesh
-        engine = self.generation.engine
-        examples = self.generation.schedule.examples_at(held.places)
-        self._examples.clear()
-        self._examples.update(zip(held.places.tolist(), examples, strict=True))
-        if self._pending is not None:
-            self._pending.keep(self._examples)
-        firsts = (held.places * self.samples).tolist()
-        groups = [EpisodeGroup(*group) for group in zip(examples, firsts, held.seeds.tolist(), strict=True)]
-        last = held.steps >= -(-self.longest // self.tokens)
-        own = [
-            (groups[n], record, None if last[n] else tokens)
-            for n in np.flatnonzero(written).tolist()
-            if (record := held.records.get(int(held.places[n])))
-        ]
-        with settle_proof(engine.proof):
-            run = self._episodes.continue_groups(engine.engine, mesh, Round(groups[len(groups) - new :], own, tokens))
-        number_of = {first: number for number, first in enumerate(firsts)}
+        records = {record.first // self.samples: record for record in run.records}
         table = torch.zeros(1 + len(groups), 3, dtype=torch.int64)
         table[0, 0] = len(run.problems)
-        for record in run.records:
-            table[1 + number_of[record.first]] = torch.tensor([1, self.index, record.waiting])
-        whole = collectives.psum(table.to(mesh.device), mesh, mesh.row_axes).cpu().numpy()
-        ran_P, owner_P, waiting_P = whole[1:].T
-        restarted = int(whole[0, 0])
-        if restarted:
-            self._note_restarted(run, restarted)
-        return dataclasses.replace(
-            held,
-            owner=np.where(ran_P > 0, owner_P, held.owner),
-            waiting=np.where(ran_P > 0, waiting_P, held.waiting),
-            records={**held.records, **{record.first // self.samples: record for record in run.records}},
-            restarted=held.restarted + restarted,
-        )
+        for number, group in enumerate(groups, 1):
+            if group.place in records:
+                table[number] = torch.tensor([1, self.index, records[group.place].waiting])
+        (anew, _, _), *facts = collectives.psum(table.to(self.mesh.device), self.mesh, self.mesh.row_axes).tolist()
+        if anew:
+            self._note_restarted(run, anew)
+        joined = [
+            group._replace(owner=owner, waiting=waiting, record=records.get(group.place)) if ran else group
+            for group, (ran, owner, waiting) in zip(groups, facts, strict=True)
+        ]
+        return BegunGroups(joined, restarted + anew)
 
     def _note_restarted(self, run: GroupRun, count: int) -> None:
         """Show why episodes begin anew."""
@@ -293,8 +281,3 @@ class PartialWriter:
             f"{count} episodes begin anew, as their environments did not repeat what a checkpoint has of them, such "
             f"as: {next(filter(None, problems))[:LONGEST_REMARK]}; let the environment draw from the seed that it gets"
         )
-
-
-def sample_numbers(groups: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
-    """Sample indices of some groups."""
-    return (np.asarray(groups)[:, None] * samples + np.arange(samples)).flatten()

@@ -12,10 +12,8 @@ episodes; each trajectory samples a limited number of new tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from funrl import trees
@@ -62,8 +60,8 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         weights, measured, metrics = weighing.weights(state["curriculum"], step)
         begun = state["begun"]
         begun = begun if isinstance(begun, BegunGroups) else writer.restored(begun)
-        begun = dataclasses.replace(begun, restarted=0)
-        held, sampled, rounds, counts = _fill(writer, begun, NewPrompts(begin, weights=weights))
+        prompts = NewPrompts(begin, weights=weights)
+        held, sampled, rounds, counts = _fill(writer, BegunGroups(begun.groups), prompts)
         for part in sampled:
             numbers = schedule.numbers_at(part.places)
             measured = weighing.measured(measured, numbers, part.done.scores, part.done.failed)
@@ -74,11 +72,9 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         chosen, skipped = chosen_of_step(generation, rounds, sampled, step, show)
         choice = StepChoice(rounds, [first_chosen(join_chosen(chosen), schedule.batch)], skipped)
         rows, state, counted = rows_of_choice(generation, clock, show, state=state, step=step, choice=choice)
-        used = choice.chosen[0].places
-        ready = [np.zeros(0, np.int64)] if skipped else [part.chosen.places for part in rounds]
-        later = np.setdiff1d(np.concatenate(ready), used)
-        seen = np.concatenate([part.places for part in sampled])
-        held = held.select(np.flatnonzero(np.isin(held.places, later) | ~np.isin(held.places, seen)))
+        ready = set() if skipped else {place for part in rounds for place in part.chosen.places.tolist()}
+        later = ready - set(choice.chosen[0].places.tolist())
+        held = BegunGroups([group for group in held.groups if group.waiting or group.place in later])
         version = generation.engine.engine.version or 0
         rows = with_stale(rows, version)
         metrics |= {
@@ -94,15 +90,14 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         return {**state, "begun": writer.saved(begun, largest) if isinstance(begun, BegunGroups) else begun}
 
     def rows(state: trees.Tree) -> HeldRows:
-        held = writer.rows(state["begun"])
-        return held._replace(names=frozenset(f"begun/{name}" for name in held.names))
+        return HeldRows(frozenset({"begun/records"}), state["begun"]["owner"].cpu().numpy(), mesh)
 
     def restored(state: trees.Tree) -> trees.Tree:
         begun = state["begun"]
         owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
         return {**whole.stored.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
-    first = {**whole.init(), "begun": writer.saved(writer.nothing(), lambda width: width)}
+    first = {**whole.init(), "begun": writer.saved(BegunGroups(), lambda width: width)}
     return whole._replace(
         init=lambda: trees.map(lambda x: x, first),
         next_rows=next_rows,
@@ -129,36 +124,37 @@ def _fill(
     """
     generation = writer.generation
     batch = generation.schedule.batch
-    under_way = batch * (-(-writer.longest // writer.tokens) - 1)
+    under_way = batch * (writer.most_steps - 1)
     sampled: list[SampledPrompts] = []
     rounds: list[SamplingRound] = []
+    known = set[int]()
     begun = beyond = 0
-    count = max(0, batch - int((held.waiting == 0).sum()))
-    going_on = np.ones(len(held.places), bool)
-    held, consumed = writer.write(held, going_on, new._replace(count=count), writer.tokens)
+    count = max(0, batch - sum(not group.waiting for group in held.groups))
+    waiting = [group.place for group in held.groups if group.waiting]
+    held, consumed = writer.write(held, set(waiting), new._replace(count=count), writer.tokens)
     while True:
         begun += count
-        known = np.concatenate([np.zeros(0, np.int64), *(part.places for part in sampled)])
-        fresh = np.flatnonzero((held.waiting == 0) & ~np.isin(held.places, known))
-        if len(fresh):
-            sampled.append(writer.examine(held.select(fresh)))
+        fresh = [group for group in held.groups if not group.waiting and group.place not in known]
+        if fresh:
+            known.update(group.place for group in fresh)
+            sampled.append(writer.examine(fresh))
             rounds.append(filtered_round(generation, sampled[-1], consumed))
         missing = batch - sum(len(part.kept) for part in rounds)
-        waiting = np.flatnonzero(held.waiting > 0)
+        waiting = [group.place for group in held.groups if group.waiting]
         may_begin = missing if writer.most_new is None else min(missing, writer.most_new - begun)
         count = max(0, min(may_begin, under_way + missing - len(waiting)))
-        if missing <= 0 or not (count or len(waiting)):
+        if missing <= 0 or not (count or waiting):
             break
         if count:
-            none = np.zeros(len(held.places), bool)
-            held, consumed = writer.write(held, none, new._replace(begin=consumed, count=count), writer.tokens)
+            held, consumed = writer.write(held, (), new._replace(begin=consumed, count=count), writer.tokens)
         else:
-            oldest = np.isin(np.arange(len(held.places)), waiting[:missing])
+            oldest = set(waiting[:missing])
             held, consumed = writer.write(held, oldest, new._replace(begin=consumed), None)
-            beyond += min(missing, len(waiting))
+            beyond += len(oldest)
     counts = {NEW: begun, "partial/unfinished_prompts": len(waiting), "partial/prompts_beyond_budget": beyond}
     if generation.episodes is not None:
-        counts |= {"partial/waiting_episodes": held.waiting.sum(), "partial/restarted_episodes": held.restarted}
+        episodes = sum(group.waiting for group in held.groups)
+        counts |= {"partial/waiting_episodes": episodes, "partial/restarted_episodes": held.restarted}
     rounds[-1] = rounds[-1]._replace(end=consumed)
     return held, sampled, rounds, {name: float(x) for name, x in counts.items()}
 

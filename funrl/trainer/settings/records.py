@@ -18,6 +18,7 @@ from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
 from funrl.tasks.embedded import TASK_NAMES
 from funrl.trainer.settings.declaration import (
     RL,
+    RUN_KINDS,
     SUPERVISED,
     Bound,
     FlagOptions,
@@ -51,7 +52,10 @@ class ModelSettings:
         requires="model",
     )
     resize_vocab: bool = flag(
-        False, "add embedding rows for tokens that only the tokenizer has: the mean of the others", requires="model"
+        False,
+        "add embedding rows for tokens that only the tokenizer has: the mean of the others",
+        requires="model",
+        needs=("unnamed_tokens",),
     )
     teacher: str | None = flag(
         None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs=("teacher",)
@@ -348,7 +352,9 @@ class AsynchronySettings:
 
     SHARED: ClassVar[FlagOptions] = {"kinds": RL, "requires": "staleness"}
 
-    staleness: int = flag(0, "versions that a group may be behind when it begins", at_least(0))
+    staleness: int = flag(
+        0, "versions that a group may be behind when it begins", at_least(0), needs=("generator_ranks",)
+    )
     window: int = flag(1, "places among which finished groups are consumed", at_least(1))
 
 
@@ -647,6 +653,7 @@ class SamplingSettings:
         "steps continue it with their own weights",
         at_least(1),
         chosen="whole completions",
+        needs=("longer_rows",),
     )
     temperature: float = flag(1.0, "of sampling and the trainer's log-probabilities", at_least(SMALLEST_TEMPERATURE))
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0))
@@ -730,14 +737,15 @@ class AdapterSettings:
 class RouterSettings:
     """Routers of experts."""
 
+    SHARED: ClassVar[FlagOptions] = {"needs": ("experts",)}
+
     router_aux_coef: float = flag(
         0.0,
         "weight of the load-balancing loss of experts; with several micro-batches per update it takes one more "
         "forward pass",
         at_least(0),
-        needs=("experts",),
     )
-    router_z_coef: float = flag(0.0, "weight of the loss on large router logits", at_least(0), needs=("experts",))
+    router_z_coef: float = flag(0.0, "weight of the loss on large router logits", at_least(0))
     router_bias_rate: float = flag(
         0.0,
         "step size of the experts' selection biases, which move against their load after each update, as in "
@@ -750,7 +758,6 @@ class RouterSettings:
         False,
         "train the policy with the experts that its tokens used in the engine",
         kinds=RL,
-        needs=("experts",),
         unless={"new_tokens_per_step": "earlier choices are lost"},
     )
 
@@ -782,39 +789,27 @@ PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 class EvaluationSettings:
     """Evaluation."""
 
-    eval_every: int = flag(10, "steps between evaluations; first and last always evaluate", at_least(1))
-    eval_prompts: int = flag(256, "held-out prompts, demonstrations or pairs", at_least(1))
+    SHARED: ClassVar[FlagOptions] = {"kinds": RL, "needs": ("sampled_evaluation",)}
+
+    eval_every: int = flag(
+        10, "steps between evaluations; first and last always evaluate", at_least(1), kinds=RUN_KINDS, needs=()
+    )
+    eval_prompts: int = flag(256, "held-out prompts, demonstrations or pairs", at_least(1), kinds=RUN_KINDS, needs=())
     eval_samples: int = flag(
-        1,
-        "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature",
-        at_least(1),
-        kinds=RL,
-        needs=("sampled_evaluation",),
+        1, "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature", at_least(1)
     )
     eval_temperature: float | None = flag(
         None,
         "sampling temperature of evaluation; 0 is greedy; the model's is in generation_config.json",
         Bound(f"0, or at least {SMALLEST_TEMPERATURE}", lambda x: x == 0 or x >= SMALLEST_TEMPERATURE),
-        kinds=RL,
+        needs=(),
         chosen="the model's, else 0",
     )
-    eval_top_k: int | None = flag(
-        None, "as --top_k", at_least(0), kinds=RL, chosen="the model's, else 0", needs=("sampled_evaluation",)
-    )
-    eval_top_p: float | None = flag(
-        None, "as --top_p", above(0), at_most(1), kinds=RL, chosen="the model's, else 1", needs=("sampled_evaluation",)
-    )
-    eval_min_p: float | None = flag(
-        None,
-        "as --min_p",
-        at_least(0),
-        at_most(1),
-        kinds=RL,
-        chosen="the model's, else 0",
-        needs=("sampled_evaluation",),
-    )
+    eval_top_k: int | None = flag(None, "as --top_k", at_least(0), chosen="the model's, else 0")
+    eval_top_p: float | None = flag(None, "as --top_p", above(0), at_most(1), chosen="the model's, else 1")
+    eval_min_p: float | None = flag(None, "as --min_p", at_least(0), at_most(1), chosen="the model's, else 0")
     eval_repetition_penalty: float | None = flag(
-        None, "as --repetition_penalty", *PENALTY_BOUNDS, kinds=RL, chosen="the model's, else 1"
+        None, "as --repetition_penalty", *PENALTY_BOUNDS, needs=(), chosen="the model's, else 1"
     )
 
 

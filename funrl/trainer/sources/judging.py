@@ -25,7 +25,7 @@ from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.declaration import SettingsError, refusing
 from funrl.trainer.settings.records import JudgeSettings
 from funrl.trainer.sources.completion_scores import with_column
 from funrl.trainer.sources.generation import generating_ranks
@@ -67,17 +67,14 @@ def judge_job(
     """
     model = hf.check_directory(directory, code)
     tokenizer = load_tokenizer(directory)
-    if not model.generates:
-        raise SettingsError(f"--judge={directory}: it has a value head and cannot write; give it as --reward_model")
+    check_writes(directory, model)
     template = settings.judge_template
     pattern = settings.judge_pattern
     max_new_tokens = settings.judge_max_new_tokens
     text = TEMPLATE if template is None else read_template(template)
     check_template(text, template, prompts)
-    try:
+    with refusing(f"--judge_pattern={pattern}: ", PatternError):
         compiled = compile_pattern(pattern)
-    except PatternError as error:
-        raise SettingsError(f"--judge_pattern={pattern}: {error}") from error
     if max_new_tokens >= model.config.max_positions:
         raise SettingsError(
             f"--judge_max_new_tokens={max_new_tokens}: the judge has {model.config.max_positions} positions"
@@ -89,12 +86,16 @@ def judge_job(
     )
 
 
+def check_writes(directory: str, model: Model) -> None:
+    """Refuse a judge that has no unembedding. Raises: SettingsError."""
+    if not model.generates:
+        raise SettingsError(f"--judge={directory}: it has a value head and cannot write; give it as --reward_model")
+
+
 def read_template(file: str) -> str:
     """The text of a template's file. Raises: SettingsError."""
-    try:
+    with refusing(f"--judge_template={file}: it cannot be read: ", OSError, UnicodeDecodeError):
         return Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--judge_template={file}: it cannot be read: {error}") from error
 
 
 def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> None:

@@ -21,7 +21,7 @@ class CapturedFunctions:
 
     What a function reads and writes, apart from its results, must keep its address until `drop`. Results are valid
     until the next run of any function. The first run of a key is eager, which loads and chooses kernels, and connects
-    the ranks. If a function cannot be captured, all stay eager, and the log says why.
+    the ranks. If a function cannot be captured, all of its kind stay eager, and the log says why.
 
     The ranks over "tensor" run the same keys in the same order. After each capture they agree whether all have
     succeeded: a rank that replays and one that computes would not meet in the same collectives.
@@ -31,6 +31,7 @@ class CapturedFunctions:
         """Begin without a captured function. Only functions on CUDA are captured."""
         self._mesh = mesh
         self._capture = mesh.device.type == "cuda"
+        self._eager: set[str] = set()  # kinds that cannot be captured
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._pool: Any = None
@@ -45,29 +46,35 @@ class CapturedFunctions:
         self._graphs.clear()
         self._pool = None
 
-    def run(self, key: Hashable, compute: Compute) -> tuple[Tensor, ...]:
-        """Run a function, which must always be the same for a key."""
-        if not self._capture or key not in self._seen:
+    def run(self, key: Hashable, compute: Compute, kind: str = "passes") -> tuple[Tensor, ...]:
+        """Run a function, which must always be the same for a key.
+
+        Args:
+          key: of the function.
+          compute: the function.
+          kind: of the function, for people.
+        """
+        if not self._capture or kind in self._eager or key not in self._seen:
             self._seen.add(key)
             return compute()
-        if key not in self._graphs and not self._captured_by_all(key, compute):
+        if key not in self._graphs and not self._captured_by_all(key, compute, kind):
             return compute()
         graph, results = self._graphs[key]
         graph.replay()
         return results
 
-    def _captured_by_all(self, key: Hashable, compute: Compute) -> bool:
+    def _captured_by_all(self, key: Hashable, compute: Compute, kind: str) -> bool:
         """Capture a function on every rank or on none. Collective over "tensor"; the host waits for the answer."""
-        captured = self._try_capture(key, compute)
+        captured = self._try_capture(key, compute, kind)
         if self._mesh.size("tensor") > 1:
             failed = torch.tensor(float(not captured), device=self._mesh.device)
             captured = not pmax(failed, self._mesh, "tensor").item()
         if not captured:
-            self._capture = False
+            self._eager.add(kind)
             self.drop()
         return captured
 
-    def _try_capture(self, key: Hashable, compute: Compute) -> bool:
+    def _try_capture(self, key: Hashable, compute: Compute, kind: str) -> bool:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -77,7 +84,10 @@ class CapturedFunctions:
                 results = compute()
         except RuntimeError as error:
             log.warning(
-                "rank %d cannot capture passes as CUDA graphs, and all compute them eagerly: %s", self._mesh.rank, error
+                "rank %d cannot capture %s as CUDA graphs, and all compute them eagerly: %s",
+                self._mesh.rank,
+                kind,
+                error,
             )
             return False
         self._graphs[key] = graph, results

@@ -57,7 +57,8 @@ def sample_next_tokens(
             options = sampling.temperature, sampling.greedy
             sums = block_sums(logits_RV, *options)
             group = number if len(groups) > 1 else -1
-            sample_rows_(own, state.tokens_S, state.numbers_CS, logits_RV, *sums, *into, *options, group)
+            inputs = own, state.tokens_S, state.numbers_CS, logits_RV
+            sample_rows_(*inputs, *sums, *into, *options, group)
     return token_B, logp_B, raw_logp_B
 
 
