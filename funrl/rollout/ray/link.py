@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from funrl.mesh.pools.ray_pool import GeneratorBounds
+from funrl.mesh.pools.placement import GeneratorBounds
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.cluster import ClusterError, devices_of_cluster, import_ray

@@ -72,7 +72,6 @@ from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
 from funrl.trainer.storage.shard_server import CheckpointError
 
-BeginEvaluation = Callable[[int], Callable[[], dict[str, float]]]
 GENERATORS = 0  # owner of all places in the ledger: a generator rank that is lost ends the run
 
 
@@ -419,7 +418,7 @@ class GroupGenerators:
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
-        self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
+        self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
         return lambda: self._evaluated(step)
 
     def _evaluated(self, step: int) -> dict[str, float]:
@@ -651,7 +650,7 @@ def source_of_generators(
     if generators.ahead:
         generation = generation._replace(schedule=as_chosen(generation.schedule))
         if not generators.weighed:  # a curriculum may read its metrics before the next step
-            begin_evaluation = timed_evaluation(generators.begin_evaluation, clock)
+            begin_evaluation = lambda step: clock.phase("eval")(generators.begin_evaluation(step))  # noqa: E731
     source = prompt_source(generation._replace(remote=generators), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
@@ -665,21 +664,6 @@ def source_of_generators(
         begin_evaluation=begin_evaluation,
         log=StepLog((), None if generation.episodes is None else generators.write_episodes, generators.log),
     )
-
-
-def timed_evaluation(begin: BeginEvaluation, clock: Clock) -> BeginEvaluation:
-    """`Source.begin_evaluation` whose wait for the metrics is of the phase "eval"."""
-
-    def timed(step: int) -> Callable[[], dict[str, float]]:
-        wait = begin(step)
-
-        def metrics() -> dict[str, float]:
-            with clock.phase("eval"):
-                return wait()
-
-        return metrics
-
-    return timed
 
 
 def needs_tokens(job: RLJob, generation: Generation) -> bool:

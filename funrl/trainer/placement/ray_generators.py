@@ -25,7 +25,7 @@ from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit
-from funrl.mesh.pools.ray_pool import generators_on_ray
+from funrl.mesh.pools.placement import generators_on_ray
 from funrl.rewards.call import RewardError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger
