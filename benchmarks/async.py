@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/async.py
     OMP_NUM_THREADS=1 python benchmarks/async.py --staleness=0,1 --seconds=1.0 --spread=1.5 --turns=5
+    ray start --head --num-cpus=1 && OMP_NUM_THREADS=1 python benchmarks/async.py --ray
 
 An environment answers each completion after a lognormal time, as a tool or a test would, and takes no processor
-meanwhile. The model is that of the embedded task, with two ranks in each run: both do both ("shared", on dp2), or one
-trains and one generates ("split"). The runs take turns, and each line has the median over the turns of the steps a
-minute after the first ones, and its ratio to the shared run's of the same turn. Ages and waiting seconds are means
-over these steps, where a run has such metrics.
+meanwhile. The model is that of the embedded task, with two processes in each run: both do both ("shared", on dp2), or
+one trains and one generates: a rank ("split"), or with --ray an actor on a Ray cluster too. The runs take turns, and
+each line has the median over the turns of the steps a minute after the first ones, and its ratio to the shared run's of
+the same turn. Ages and waiting seconds are means over these steps, where a run has such metrics.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import Policy
 
 STALENESS = flags.DEFINE_list("staleness", ["0", "1", "2", "4"], "of the split runs")
+RAY = flags.DEFINE_bool("ray", False, "split runs on the Ray cluster of RAY_ADDRESS, or of this machine, too")
 SECONDS = flags.DEFINE_float("seconds", 0.3, "median of an answer of the environment")
 SPREAD = flags.DEFINE_float("spread", 1.0, "deviation of its logarithm")
 STEPS = flags.DEFINE_integer("steps", 16, "of each run; the first quarter is not measured", lower_bound=4)
@@ -95,8 +97,10 @@ def measure(**placed: Any) -> Measured:
 def main(argv: list[str]) -> None:
     del argv
     runs: dict[str, dict[str, Any]] = {"shared, S=0": {"mesh": "dp2"}}
-    for text in STALENESS.value:
-        runs[f"split, S={int(text)}"] = {"place": "train:dp1 generate:dp1", "staleness": int(text)}
+    pools = {"split": "dp1"} | ({"ray": "ray1"} if RAY.value else {})
+    for name, pool in pools.items():
+        for text in STALENESS.value:
+            runs[f"{name}, S={int(text)}"] = {"place": f"train:dp1 generate:{pool}", "staleness": int(text)}
     measured: dict[str, list[Measured]] = {name: [] for name in runs}
     for _ in range(TURNS.value):
         for name, placed in runs.items():

@@ -11,10 +11,12 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
+
+_OF_FILE = "funrl_file_"  # begins the names of modules of files that flags name
 
 
 class LoadError(ValueError):
@@ -137,10 +139,21 @@ def written_names(path: Path) -> dict[str, bool] | None:
     return None if {"*", "__getattr__"} & set(names) else names
 
 
+def loaded_files() -> list[str]:
+    """Files that functions were loaded from in this process, for `load_files` in another one that has them."""
+    return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(_OF_FILE)]
+
+
+def load_files(paths: Sequence[str]) -> None:
+    """Load files, so that pickled functions of theirs are found. Raises: what a file raises; OSError, it is missing."""
+    for path in paths:
+        _from_file(Path(path))
+
+
 def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
     # A name of its own: a file called json.py must not become json, nor one r.py another.
-    name = f"funrl_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{_OF_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     folder = str(path.parent)

@@ -1,11 +1,12 @@
 """Functions by name: of a file as of a script, of a package as of an import, and what is said where there is none."""
 
 import dataclasses
+import pickle
 import sys
 
 import pytest
 
-from funrl.loading import LoadError, load_function
+from funrl.loading import LoadError, load_files, load_function, loaded_files
 
 GOOD = """
 from __future__ import annotations
@@ -103,3 +104,15 @@ def test_what_cannot_be_loaded_is_explained(flag, folder, monkeypatch, name, mes
     monkeypatch.chdir(folder)
     with pytest.raises(LoadError, match=f"(?s)^--{flag}={name}: .*{message}"):
         load_function(flag, name)
+
+
+def test_functions_of_files_are_pickled_for_processes_that_load_the_files(folder, monkeypatch):
+    file = folder / "r.py"
+    file.write_text("def f():\n    return 3\n")
+    content = pickle.dumps(load_function("reward", f"{file}:f"))
+    files = loaded_files()
+    assert str(file) in files
+    for name in [name for name in sys.modules if name.startswith("funrl_file_r_")]:
+        monkeypatch.delitem(sys.modules, name)
+    load_files([str(file)])
+    assert pickle.loads(content)() == 3

@@ -32,8 +32,7 @@ from funrl.flags.arguments import arguments_of, find_recipe, full_source
 from funrl.flags.config_file import had_no_effect
 from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.placement import read_placement
-from funrl.mesh.pools.ray_pool import generators_on_ray, training_sizes
+from funrl.mesh.pools.placement import generators_on_ray, read_placement, training_sizes
 from funrl.mesh.text import parse, text
 from funrl.rollout.engine_abilities import ENGINES
 from funrl.track.records.run_directory import RunDirectory

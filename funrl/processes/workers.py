@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
+from funrl.loading import load_files, loaded_files
 from funrl.processes import heartbeat, stall_monitor, store
 from funrl.processes.forks import end_with_parent
 from funrl.processes.output import flush_output, lasting_output
@@ -218,6 +219,7 @@ def _leave(task: RankProgram, folder: str) -> None:
             "numbers"
         ) from error
     with open(os.path.join(folder, "task"), "wb") as file:
+        pickle.dump(loaded_files(), file)
         file.write(content)
 
 
@@ -233,6 +235,7 @@ def main(rank: str, folder: str, port: str) -> None:
 
     def task() -> RankProgram:
         with open(os.path.join(folder, "task"), "rb") as file:
+            load_files(pickle.load(file))
             return pickle.load(file)
 
     _live(task, (int(rank), folder, int(port)), cloudpickle.dump)

@@ -68,7 +68,7 @@ def finish(process, run_dir):
 def metrics(run_dir):
     """Metrics of each step, without those of time and memory."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    own = ("time_s/", "memory/", "perf/", "sync/bytes")
+    own = ("time_s/", "memory/", "perf/", "sync/bytes", "places/")
     return [{name: value for name, value in row.items() if not name.startswith(own)} for row in rows]
 
 

@@ -13,7 +13,6 @@ from funrl.cost.schedules import Workload, lengths_of, placed_schedules, schedul
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse
-from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
 
@@ -110,10 +109,13 @@ def test_a_judge_is_estimated_where_it_writes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_generator_on_ray_is_a_pool_of_one_rank():
+def test_a_generator_on_ray_is_a_pool_of_one_rank(tmp_path):
     flags = {"device": "cpu", "dry_run": True}
     report = dry_run(settings_of(place="generate:ray1-4", **flags), grpo)
     assert report.startswith("--place=generate:ray1-4: with one generator")
     assert report.endswith(one_of_each())
-    with pytest.raises(SettingsError, match="leave it out"):
-        dry_run(settings_of(place="generate:ray1-4", reward_model="m", **flags), grpo)
+    config = write_config(tmp_path, num_attention_heads=2, num_key_value_heads=2)
+    flags |= {"judge": config, "prompts": "p.jsonl", "judge_max_new_tokens": 8, "max_new_tokens": 24}
+    places = "generate:ray1-4", "train:dp1 generate:1"
+    judged, split = (dry_run(settings_of(place=place, **flags), grpo) for place in places)
+    assert judged.endswith(split) and "score_judge" in split

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from test_scale_out import finished, forks, free_port, shared, start, steps_of  # noqa: F401  (fixtures)
 
-from funrl.mesh.pools.ray_pool import generators_on_ray, training_sizes
+from funrl.mesh.pools.placement import generators_on_ray, training_sizes
 from funrl.mesh.text import devices
 from funrl.processes.environment import FIRST_PORT, PORTS
 from funrl.trainer.settings.settings import settings_flags

@@ -17,7 +17,6 @@ from funrl.mesh.pools.transfer import (
     WeightForm,
     WeightReceiver,
     WeightSender,
-    WeightTransfer,
     transfer_group,
 )
 from funrl.mesh.reshard import plan
@@ -47,8 +46,8 @@ def exchange(fails, versions, mesh):
         weights = {"w": torch.zeros(4, 3, dtype=torch.float64)}
         for version in range(versions):
             others = {f"further {number}": version + 10 * number for number in range(version)}
-            further = [SentWeights({"w": weights["w"] - version + x}, to_engine) for x in others.values()]
-            sender.begin([SentWeights(weights, to_engine), *further], WeightTransfer(version, others))
+            further = {n: SentWeights({"w": weights["w"] - version + x}, to_engine, x) for n, x in others.items()}
+            sender.begin({"": SentWeights(weights, to_engine, version), **further})
             weights["w"] += 1  # the copy is what is sent
         sender.wait()
         assert sender.sent_s > 0 and 0 <= sender.hidden_share <= 1
@@ -65,8 +64,10 @@ def exchange(fails, versions, mesh):
     with receiver.receiving():
         for version in range(versions):
             newest = awaited(receiver.arrived, f"version {version}")
-            assert len(newest.further) == version and newest.further == newest.transfer.further
-            arrived.append((newest.transfer.version, float(newest.tree["w"].mean()), newest.tree["w"].dtype))
+            policy = newest.trees.pop("")["w"]
+            number = newest.versions.pop("")
+            assert len(newest.trees) == version and newest.trees == newest.versions
+            arrived.append((number, float(policy.mean()), policy.dtype))
             receiver.release()
     return arrived
 
@@ -97,10 +98,10 @@ def test_weights_are_taken_once_all_ranks_have_received_them(monkeypatch):
     receiver = WeightReceiver(cast(Any, SimpleNamespace(world=2)), cast(Any, None), cast(Any, None))
     assert receiver.arrived() is None
     receiver._next = 1
-    receiver._arrived = WeightDelivery(WeightTransfer(5), {})
+    receiver._arrived = WeightDelivery({"": 5}, {})
     for ranks in range(2):
         assert receiver.arrived() is None and store.add(transfer.ended_key(0), 1) == ranks + 1
     newest = receiver.arrived()
-    assert newest is not None and newest.transfer.version == 5
+    assert newest is not None and newest.versions == {"": 5}
     receiver.release()
     assert receiver.arrived() is None

@@ -68,17 +68,17 @@ TEMPLATE = (
 )  # of the directory's tokenizer
 
 
-def save_seeing_model(folder):
-    """Write a directory of a tiny Qwen2.5-VL, whose pictures have 64 to 1,024 pixels."""
+def save_seeing_model(folder, head=8):
+    """Write a directory of a tiny Qwen2.5-VL with heads of a size, whose pictures have 64 to 1,024 pixels."""
     tokenizer = character_tokenizer("abcdefgh ?")
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     pad, video, begin, end = tokenizer.convert_tokens_to_ids(list(SPECIAL))
-    sizes = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16, "norm_eps": 1e-6}
+    sizes = {"embed": 2 * head, "layers": 1, "heads": 2, "kv_heads": 1, "head": head, "mlp": 16, "norm_eps": 1e-6}
     config = decoder_config(
         **sizes,
         vocab=len(tokenizer),
         attention_bias=True,
-        rope_axes=(0, 0, 1, 2),
+        rope_axes=tuple(axis for axis in (0, 0, 1, 2) for _ in range(head // 8)),
         max_positions=256,
         eos=(1,),
         pad=0,

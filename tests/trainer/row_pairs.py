@@ -4,17 +4,20 @@ A covering array has each pair of values in a run of two steps on tiny models. W
 numbers of the one whose ranks train and generate by turns. A pair that no run has is refused, and docs/placement.md has
 the list.
 
-    python tests/trainer/row_pairs.py   # writes the array and the list of refused pairs anew
+    PYTHONPATH=tests python tests/trainer/row_pairs.py   # writes the array and the list of refused pairs anew
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,8 +32,10 @@ from funrl.data.pictures import picture_url
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.launch import launch
 from funrl.models import decoder_config, decoder_model, with_value_head
+from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.episodes import Episode
+from funrl.rollout.vllm.families import vllm_problem
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
@@ -38,8 +43,8 @@ from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 FACTORS = {
-    "engine": ("native", "hf"),
-    "place": ("shared", "split", "ahead"),
+    "engine": ("native", "hf", "vllm"),
+    "place": ("shared", "split", "ahead", "ray", "ray ahead"),
     "unit": ("completion", "tool", "agents"),
     "reward": ("function", "model", "judge"),
     "filter": (False, True),
@@ -48,15 +53,25 @@ FACTORS = {
     "adapters": (False, True),
     "pictures": (False, True),
 }
-PLACES = {"shared": {}, "split": {"place": "generate:1"}, "ahead": {"place": "generate:1", "staleness": 2}}
+PLACES = {
+    "shared": {},
+    "split": {"place": "generate:1"},
+    "ahead": {"place": "generate:1", "staleness": 2},
+    "ray": {"place": "generate:ray2"},
+    "ray ahead": {"place": "generate:ray2", "staleness": 2},
+}
+ENVIRONMENT_OF = {"vllm": "vllm", "ray": "ray", "ray ahead": "ray"}  # of values, whose rows run there alone
 ALPHABET = "abcdefgh ?"
 FILE = Path(__file__).with_name("row_pairs.json")  # the rows of the array
 PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
 MARKS = "<!-- refused pairs -->\n", "<!-- end of refused pairs -->\n"
 TERMS = {  # of values, for readers of the page
     ("engine", "hf"): "`--engine=hf`",
+    ("engine", "vllm"): "`--engine=vllm`",
     ("place", "split"): "`--place`",
     ("place", "ahead"): "`--place` with `--staleness`",
+    ("place", "ray"): "`generate:ray`",
+    ("place", "ray ahead"): "`generate:ray` with `--staleness`",
     ("unit", "tool"): "an environment",
     ("unit", "agents"): "agents with models of their own",
     ("reward", "model"): "`--reward_model`",
@@ -79,7 +94,7 @@ class ToolCall:
 
 
 class TwoAgents:
-    """The policy writes, and an earlier self of it answers; each has a reward of its own."""
+    """The policy writes, and an earlier self of it, or a model of a directory, answers; each has its own reward."""
 
     agents = ("policy", "rival")
 
@@ -96,11 +111,11 @@ ENVIRONMENTS = {"completion": None, "tool": ToolCall, "agents": TwoAgents}
 def write_files(folder):
     """Models of texts and of pictures, models that score, prompts of both kinds, and a reward function."""
     tokenizer = character_tokenizer(ALPHABET)
-    sizes = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16}
+    sizes = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head": 32, "mlp": 16}  # vLLM has no smaller heads
     config = decoder_config(**sizes, vocab=len(tokenizer), max_positions=256, eos=(1,), pad=0)
     decoder = decoder_model(config)
     hf.save(folder / "text", decoder, decoder.init(torch.Generator().manual_seed(0)), tokenizer)
-    save_seeing_model(folder / "seeing")
+    save_seeing_model(folder / "seeing", head=32)
     (folder / "seeing" / "chat_template.jinja").write_text(TEMPLATE)
     scorer = with_value_head(decoder)
     params = scorer.init(torch.Generator().manual_seed(3), torch.float64)
@@ -137,20 +152,31 @@ def job_of(folder, ways):
         flags |= {"judge": f"{folder}/judge", "judge_template": f"{folder}/template.txt", "judge_pattern": "[a-h]"}
         flags |= {"judge_max_new_tokens": 8}
     if ways["unit"] == "agents":
-        flags |= {"agents": "rival:frozen"}
+        on_ray = ways["place"].startswith("ray")  # whose generators get no earlier selves
+        flags |= {"agents": f"rival:{folder}/{kind}" if on_ray else "rival:frozen"}
     flags |= {"max_refills": 3} if ways["filter"] else {}
     flags |= {"new_tokens_per_step": 3} if ways["parts"] else {}
     flags |= {"lora_rank": 2} if ways["adapters"] else {}
-    flags |= {"dtype": "float32"} if ways["engine"] == "hf" else {}
+    flags |= {"dtype": "float32"} if ways["engine"] != "native" else {}
     environment = ENVIRONMENTS[ways["unit"]]
     given = Given(environment=None if environment is None else environment())
     return prepare(settings_of(**SMALL | {"steps": 2, "max_new_tokens": 6} | flags), lambda: algorithm, given)
 
 
+def check_model(model, device, dtype, tensor=1, cache_bytes=0):
+    """`check_vllm` where vLLM is installed."""
+    if problem := vllm_problem(model, device, dtype, tensor=tensor):
+        raise ModelError(problem)
+
+
 def refusal_of(folder, ways):
-    """The message with which a row of the array is refused; None: it is not."""
+    """The message with which a row of the array is refused, where vLLM and Ray are installed; None: it is not."""
+    installed = contextlib.ExitStack()
+    installed.enter_context(mock.patch("funrl.trainer.jobs.engines.check_vllm", check_model))
+    installed.enter_context(mock.patch.dict(sys.modules, {"ray": json}))  # any module
     try:
-        job_of(folder, ways)
+        with installed:
+            job_of(folder, ways)
     except ValueError as error:
         assert isinstance(error, SettingsError), error
         return str(error)
@@ -174,11 +200,20 @@ def alone(pair):
     return {name: values[0] for name, values in FACTORS.items()} | dict(pair)
 
 
+def environment_of(ways):
+    """The environment that a row runs in, beside that of all other tests: "vllm" or "ray"; None: it needs none."""
+    return next((ENVIRONMENT_OF[value] for value in ways.values() if value in ENVIRONMENT_OF), None)
+
+
 def covering_array(folder, seed=0):
-    """Rows with every pair that is not refused alone, and the messages of the refused ones."""
+    """Rows with every pair that is not refused alone, and the messages of the refused ones.
+
+    Those of other environments come first, so that a row which runs everywhere has each pair that it can have.
+    """
     draw = random.Random(seed)
     refused = {pair: message for pair in all_pairs() if (message := refusal_of(folder, alone(pair)))}
     left = [pair for pair in all_pairs() if pair not in refused]
+    left.sort(key=lambda pair: environment_of(dict(pair)) is None)
     rows = []
     while left:
         row = max(candidates(draw, left[0], refused), key=lambda ways: len(pairs_of(ways).intersection(left)))
@@ -190,10 +225,10 @@ def covering_array(folder, seed=0):
 
 
 def candidates(draw, pair, refused):
-    """Rows with a pair, drawn at random and without refused pairs; the one in which it is alone comes last."""
-    for _ in range(400):
+    """Rows with a pair that run where it does, drawn at random and without refused pairs; last, that pair alone."""
+    for _ in range(800):
         ways = {name: draw.choice(values) for name, values in FACTORS.items()} | dict(pair)
-        if not pairs_of(ways) & refused.keys():
+        if environment_of(ways) == environment_of(dict(pair)) and not pairs_of(ways) & refused.keys():
             yield ways
     yield alone(pair)
 

@@ -6,8 +6,7 @@ import torch.distributed as dist
 from funrl.mesh.pools import channel
 from funrl.trainer.placement import board
 from funrl.trainer.placement.board import AGAIN, GroupBoard
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork
-from funrl.trainer.placement.written_groups import WrittenGroup
+from funrl.trainer.placement.messages import GroupPrompt, GroupWork, WrittenGroup
 
 
 @pytest.fixture(autouse=True)

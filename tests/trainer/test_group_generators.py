@@ -13,18 +13,27 @@ from funrl.batch import Batch
 from funrl.data.prompts import Example
 from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel
-from funrl.mesh.pools.transfer import WeightDelivery, WeightTransfer
+from funrl.mesh.pools.transfer import WeightDelivery
 from funrl.rollout.ledger import LedgerRule, PlaceState
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement import board, groups
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, group_parts, prompts_at
-from funrl.trainer.placement.groups import GroupGenerators
+from funrl.trainer.placement.generate import GroupWriter
+from funrl.trainer.placement.groups import ChosenPrompts, GroupGenerators
 from funrl.trainer.placement.logged import LoggedGroup
-from funrl.trainer.placement.writer import GroupWriter
-from funrl.trainer.placement.written_groups import WrittenGroup, WrittenRows, age_metrics, origins_of, split_origins
+from funrl.trainer.placement.messages import (
+    GroupPrompt,
+    GroupWork,
+    WrittenGroup,
+    WrittenRows,
+    age_metrics,
+    group_parts,
+    origins_of,
+    prompts_at,
+    split_origins,
+)
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores
@@ -42,7 +51,8 @@ def new_generators(schedule=None, queue="tickets", replicas=1, **rule):
     rewarded = SimpleNamespace(queue=queue)
     schedule = schedule or PromptSchedule(PROMPTS, 4)
     generation = Generation(cast(Any, rewarded), schedule, Sampling(), PromptEvaluation((), Sampling()))
-    generators = GroupGenerators(cast(Any, engine), cast(Any, None), rule=rule, generation=generation)
+    with mock.patch.multiple(groups, ledger_rule=lambda *_: rule, needs_tokens=lambda *_: False):
+        generators = GroupGenerators(cast(Any, None), cast(Any, engine), generation, cast(Any, None))
     generators._board.replicas = replicas
     return generators
 
@@ -266,7 +276,7 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group():
     generators.end_step()  # place 2 stays empty
     assert generators.ledger.version == 1
     counts = {name: count for name, count in generators.metrics().items() if name.startswith("places/")}
-    assert counts == {"places/begun": 8, "places/refilled": 2, "places/taken": 4, "places/ahead": 0}
+    assert counts == {"places/begun": 8, "places/lost": 0, "places/refilled": 2, "places/taken": 4, "places/ahead": 0}
 
 
 def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
@@ -326,20 +336,21 @@ class OneBuffer:
     def arrived(self):
         self.looks += 1
         assert self.looks < 100, "it waits for weights for which there is no room"
-        return WeightDelivery(WeightTransfer(self.next), {})
+        return WeightDelivery({"": self.next}, {"": {}})
 
     def release(self):
         self.next += 1
 
 
 def test_older_weights_are_taken_where_newer_ones_are_waited_for():
-    engine = SimpleNamespace(version=2, check=lambda requests: None)
+    engine = SimpleNamespace(version=2, check=lambda requests: None, weights=SimpleNamespace(named=lambda tree: tree))
+    engine.load = lambda tree, version: setattr(engine, "version", version)
     buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
     writer.evaluates = False
     writer._reported = 5
     writer._measured = True
-    writer._take_weights = lambda arrived: setattr(engine, "version", arrived.transfer.version)
+    writer._generator = cast(Any, SimpleNamespace(engine=engine))
     writer.take_version(5)
     assert engine.version == 5 and buffer.next == 6

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 from ray_cluster import on_ray, wait_until
 from selection import quick
-from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+from small_runs import GRPO, PPO, Quiet, small_job
 from test_episode_runs import Branching, episode_job
 from test_greedy_ahead import filtered_remax
+from test_placement_runs import own_names
 from test_refilled_runs import equal, reward, stale_dapo
 
 from funrl import trees
@@ -30,7 +32,6 @@ from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
 FORK = multiprocessing.get_context("fork")
-OWN = ("memory/", "sync/bytes")  # metrics of the ranks
 JOB_S = 120.0
 
 
@@ -100,8 +101,7 @@ def same(ended, other):
     assert observer.shown == plain.shown and observer.shown
     assert observer.table == plain.table and observer.table
     for (_, a), (_, b) in zip(observer.steps, plain.steps, strict=True):
-        names = [n for n in a if not n.startswith(OWN) and not n.endswith(MEASURED)]
-        assert a.keys() == b.keys() and {n: a[n] for n in names} == {n: b[n] for n in names}
+        assert own_names(a) == own_names(b) and all(a[name] == b[name] for name in own_names(a))
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(weights), trees.leaves(own), strict=True))
 
 
@@ -240,7 +240,7 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
     "settings,problem",
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:ray1-4: generators on Ray have the native engine"),
-        ({"reward_model": "x"}, "--reward_model=x with --place=generate:ray1-4: no model rewards"),
+        ({}, "--place=generate:ray1-4: ray is not installed; pip install 'funrl[ray]'"),
         ({"place": "generate:join"}, "write generate:ray1-8"),
         ({"place": "generate:ray"}, "'generate:ray' is not a number of generators"),
         ({"place": "generate:ray4-2"}, "'generate:ray4-2' is not a number of generators"),
@@ -248,7 +248,8 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
         ({"place": "train:dp2 generate:ray2 generate:2"}, "the pool 'generate' is given twice"),
     ],
 )
-def test_what_does_not_go_with_generators_on_ray_is_refused(settings, problem):
+def test_what_does_not_go_with_generators_on_ray_is_refused(settings, problem, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises((SettingsError, MeshError), match=None) as caught:
         small_job(GRPO, **{"place": "generate:ray1-4", **settings})
     assert problem in str(caught.value)

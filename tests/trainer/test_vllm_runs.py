@@ -48,8 +48,8 @@ from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.engine import VLLMEngine
 from funrl.trainer import loop, phases
 from funrl.trainer.placement.board import GroupBoard
+from funrl.trainer.placement.generate import GroupWriter
 from funrl.trainer.placement.ranks import run_rank
-from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 48}

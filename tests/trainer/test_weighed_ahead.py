@@ -14,7 +14,7 @@ from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.data.order import places_in_order
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.placement.group_prompts import ChosenPrompts
+from funrl.trainer.placement.groups import ChosenPrompts
 from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing

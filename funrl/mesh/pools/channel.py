@@ -7,7 +7,6 @@ rank (`handover`, `reshard`).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import pickle
 import threading
@@ -22,7 +21,7 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.processes.heartbeat import beat, beats, entered, left
 
 VALUE_BYTES = 4 << 20  # bytes of a value of the store, which takes 8 MB at once
-KEPT_REQUESTS = 8  # whose answers were read, that stay in the store for ranks that have not seen them yet
+KEPT_REQUESTS = 8  # that stay in the store, with their answers, for ranks that have not seen them yet
 SHORTEST_S = 0.0005  # between two looks at the store
 LONGEST_S = 0.02
 STORE_S = 0.0002  # for each waiting rank, so that all of them ask the store a few thousand times a second
@@ -55,7 +54,7 @@ class Requests:
         self.mesh = mesh
         self.pool = pool
         self.posted = 0
-        self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
+        self._kept = 0  # number of the oldest request in the store
 
     def post(self, request: object) -> int:
         """Send a request; returns its number. Every rank calls it, with the same request."""
@@ -73,6 +72,8 @@ class Requests:
           number: of `post`.
           waits_for: name of the answer, for whoever looks at a rank that waits.
 
+        Requests and answers leave the store once those of a few later ones are read.
+
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
         """
@@ -81,17 +82,11 @@ class Requests:
         wait_for_keys([key], self.mesh.world, waits_for, limit_of(self.mesh), progress_key(self.pool))
         value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
-        self.forget(number)
+        for oldest in range(self._kept, number - KEPT_REQUESTS + 1) if self.mesh.rank == 0 else ():
+            remove_value(request_key(self.pool, oldest))
+            remove_value(answer_key(self.pool, oldest))
+        self._kept = max(self._kept, number - KEPT_REQUESTS + 1)
         return value
-
-    def forget(self, number: int) -> None:
-        """Remove a request, whose answer was read or that nobody reads, from the store after the next few."""
-        self.read.append(number)
-        while len(self.read) > KEPT_REQUESTS:
-            oldest = self.read.popleft()
-            if self.mesh.rank == 0:
-                remove_value(request_key(self.pool, oldest))
-                remove_value(answer_key(self.pool, oldest))
 
     def ask(self, request: object, waits_for: str) -> Any:
         """Send a request and wait for its answer. Collective."""
@@ -290,16 +285,26 @@ def write_value(key: str, value: object) -> None:
 
 def read_value(key: str) -> Any:
     """The value that `write_value` wrote."""
+    return pickle.loads(b"".join(run_store().get(piece) for piece in _pieces(key)))
+
+
+def take_value(key: str) -> Any:
+    """The value that `write_value` wrote, which then leaves the store."""
     store = run_store()
-    count = int(store.get(key))
-    return pickle.loads(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+    pieces = _pieces(key)
+    data = [store.get(piece) for piece in pieces]
+    for piece in (*pieces, key):
+        store.delete_key(piece)
+    return pickle.loads(b"".join(data))
 
 
 def remove_value(key: str) -> None:
     """Remove a value, if it is there."""
     store = run_store()
-    if not store.check([key]):
-        return
-    for number in range(int(store.get(key))):
-        store.delete_key(f"{key}/{number}")
-    store.delete_key(key)
+    for piece in (*_pieces(key), key) if store.check([key]) else ():
+        store.delete_key(piece)
+
+
+def _pieces(key: str) -> list[str]:
+    """Keys of the pieces of a value."""
+    return [f"{key}/{number}" for number in range(int(run_store().get(key)))]

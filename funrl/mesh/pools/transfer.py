@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -30,42 +30,30 @@ KEPT_TRANSFERS = 4  # whose entries stay in the store for ranks that have not se
 TransferGroup = dist.ProcessGroup | int | None  # as `torch.distributed.new_group` gives it
 
 
-class WeightTransfer(NamedTuple):
-    """A transfer that has begun.
-
-    Attributes:
-      version: of the weights.
-      further: versions of the weights of further models that come with them, by name.
-    """
-
-    version: int
-    further: Mapping[str, int] = {}
-
-
-class WeightDelivery(NamedTuple):
-    """Weights in the second buffer.
-
-    Attributes:
-      transfer: the transfer that brought them.
-      tree: this rank's shards.
-      further: this rank's shards of further models, by name.
-    """
-
-    transfer: WeightTransfer
-    tree: trees.Tree
-    further: Mapping[str, trees.Tree] = {}
-
-
 class SentWeights(NamedTuple):
     """Weights of a model on their way to the generator ranks.
 
     Attributes:
       tree: this rank's shards.
       plan: to those ranks.
+      version: of the weights.
     """
 
     tree: trees.Tree
     plan: Plan
+    version: int
+
+
+class WeightDelivery(NamedTuple):
+    """Weights in the second buffer, of one or several models by name; "" is the policy.
+
+    Attributes:
+      versions: of the weights.
+      trees: this rank's shards.
+    """
+
+    versions: Mapping[str, int]
+    trees: Mapping[str, trees.Tree]
 
 
 class WeightForm(NamedTuple):
@@ -118,19 +106,18 @@ class WeightSender:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
-    def begin(self, weights: Sequence[SentWeights], transfer: WeightTransfer) -> None:
+    def begin(self, models: Mapping[str, SentWeights]) -> None:
         """Begin to send weights, after the transfer before has ended. Every rank calls it.
 
         Args:
-          weights: of the model and of the further ones, in the order of `WeightTransfer.further`. The shards may change
-            as soon as this returns.
-          transfer: what is sent.
+          models: weights by name, the same names in one order on every rank. The shards may change as soon as this
+            returns.
         """
         self.wait()
-        copies = [_copied(own) for own in weights]
+        copies = {name: _copied(own) for name, own in models.items()}
         stream = _stream_beside(self.mesh.device)
         self.waited_s = 0.0
-        self._thread = threading.Thread(target=self._send, args=(copies, transfer, stream), name="weights", daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(copies, stream), name="weights", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -151,29 +138,29 @@ class WeightSender:
         """Share of the last transfer's seconds in which the program did not wait for it."""
         return 1.0 if self.sent_s <= 0 else max(0.0, 1.0 - self.waited_s / self.sent_s)
 
-    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: torch.cuda.Stream | None) -> None:
+    def _send(self, models: Mapping[str, SentWeights], stream: torch.cuda.Stream | None) -> None:
         begin = time.perf_counter()
         try:
             with beside_the_program(), _on_stream(stream):
-                self._exchange(weights, transfer)
+                self._exchange(models)
         except BaseException as error:  # raised where the program waits
             self._problem = error
         self.sent_s = time.perf_counter() - begin
 
-    def _exchange(self, weights: Sequence[SentWeights], transfer: WeightTransfer) -> None:
+    def _exchange(self, models: Mapping[str, SentWeights]) -> None:
         """Send weights, and wait until all ranks have received them."""
         number = self._next
         self._next += 1
         if self.mesh.rank == 0:
-            write_value(f"{TRANSFERS_KEY}/{number}", transfer)
+            write_value(f"{TRANSFERS_KEY}/{number}", {name: own.version for name, own in models.items()})
             forgotten = number - KEPT_TRANSFERS  # which all ranks have ended
             run_store().delete_key(ended_key(forgotten))
             remove_value(f"{TRANSFERS_KEY}/{forgotten}")
-        for tree, plan in weights:
-            reshard(tree, plan, self.mesh, group=self.group)
+        for own in models.values():
+            reshard(own.tree, own.plan, self.mesh, group=self.group)
         store = run_store()
         pauses = Pauses(self.mesh.world)
-        limit = ProgressLimit(limit_of(self.mesh), f"the generators to receive weights {transfer.version}")
+        limit = ProgressLimit(limit_of(self.mesh), "the generators to receive weights")
         while store.add(ended_key(number), 0) < self.receivers:
             pauses.sleep()
             limit.check()
@@ -193,7 +180,7 @@ class WeightReceiver:
 
         Args:
           mesh: of the generator ranks.
-          form: of the weights.
+          form: of the policy's weights.
           further: form of those of each further model.
           group: of `transfer_group`.
         """
@@ -253,15 +240,15 @@ class WeightReceiver:
         return False
 
     def _receive_next(self) -> None:
-        transfer: WeightTransfer = read_value(f"{TRANSFERS_KEY}/{self._next}")
+        versions: dict[str, int] = read_value(f"{TRANSFERS_KEY}/{self._next}")
         self._next += 1
-        tree = reshard(None, self._form.plan, self.mesh, group=self._group)
-        others = {name: reshard(None, self._further.plan, self.mesh, group=self._group) for name in transfer.further}
-        prepared = self._form.prepare(tree)
-        further = {name: self._further.prepare(other) for name, other in others.items()}
+        arrived = {}
+        for name in versions:
+            form = self._further if name else self._form
+            arrived[name] = form.prepare(reshard(None, form.plan, self.mesh, group=self._group))
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._arrived = WeightDelivery(transfer, prepared, further)
+        self._arrived = WeightDelivery(versions, arrived)
         run_store().add(ended_key(self._next - 1), 1)
         beat()
 

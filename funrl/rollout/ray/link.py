@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from funrl.mesh.pools.ray_pool import GeneratorBounds
+from funrl.mesh.pools.placement import GeneratorBounds
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.cluster import ClusterError, devices_of_cluster, import_ray
@@ -63,28 +63,18 @@ class GeneratorCall:
       method, arguments: of the actor.
       then: receives what it returns: a value, and references of objects with these objects.
       objects: number of these.
-      place: of the ledger, with its attempt; None: it belongs to no place.
-      version: of the weights, which generators keep until it has ended; None: any that the ledger allows.
+      place: of the ledger, which it writes with any version that the ledger allows; None: it belongs to no place.
+      attempt: of the place.
+      version: of the weights, which generators keep until it has ended; None: it writes a place.
     """
 
     method: str
     arguments: tuple[object, ...]
     then: Callable[[Any, Sequence[Any], Sequence[Any]], None]
     objects: int = 0
-    place: tuple[int, int] | None = None
+    place: int | None = None
+    attempt: int = 0
     version: int | None = None
-
-
-class WorkBoard(Protocol):
-    """The works of places."""
-
-    def take(self, place: int) -> GeneratorCall | None:
-        """The call that writes a place which may begin; None: nobody has asked for it yet."""
-        ...
-
-    def put_back(self, places: Sequence[int]) -> None:
-        """Keep places for another generator."""
-        ...
 
 
 @dataclass(slots=True)
@@ -120,12 +110,12 @@ class GeneratorLink:
     Attributes:
       changed: the lock of everything here and of the ledger, notified after each turn.
       ledger: of the run; None: not yet.
+      asked: place -> call that writes it, of those that wait to begin.
       batches: version of weights -> newest batch that is trained with it.
       digests: of the newest version that a generator holds.
 
     Example:
       link = GeneratorLink(request, exchange, note)
-      link.board = board
       link.start()
       link.publish(0)  # weights
       with link.changed:
@@ -145,7 +135,7 @@ class GeneratorLink:
         self.ledger: Ledger | None = None
         self.batches: dict[int, int] = {}
         self.digests: EngineDigests | None = None
-        self.board: WorkBoard | None = None
+        self.asked: dict[int, GeneratorCall] = {}
         self._request = request
         self._exchange = exchange
         self._note = note
@@ -171,11 +161,13 @@ class GeneratorLink:
         self.wake()
 
     def begin(self, calls: Sequence[GeneratorCall]) -> None:
-        """Begin calls for the newest version. Until they have ended no newer one is loaded."""
+        """Begin calls. Until those without a place have ended, no newer version than theirs is loaded."""
         with self.changed:
+            self.asked |= {call.place: call for call in calls if call.place is not None}
             for call in calls:
-                call.version = self._versions[-1]
-            self._calls.extend(calls)
+                if call.place is None:
+                    call.version = self._versions[-1]
+                    self._calls.append(call)
         self.wake()
 
     def wake(self) -> None:
@@ -280,17 +272,16 @@ class GeneratorLink:
 
     def _give_place(self, owner: int, generator: RunningGenerator, generators: int) -> bool:
         """Give a generator the next place that its version allows; False: there is none."""
-        ledger, board = self.ledger, self.board
+        ledger = self.ledger
         version = None if generator.version is None else self.batches.get(generator.version)
-        if ledger is None or board is None or version is None:
+        if ledger is None or version is None:
             return False
         share = -(-(ledger.rule.places + ledger.rule.ahead) // generators)
-        numbers = ledger.next_places(version, 1)
-        call = board.take(numbers[0]) if numbers and len(generator.calls) < share else None
-        if call is None:
+        numbers = [number for number in ledger.next_places(version, 1) if number in self.asked]
+        if not numbers or len(generator.calls) >= share:
             return False
-        [(number, attempt)] = ledger.begin(owner, numbers[:1], version).items()
-        call.place = number, attempt
+        call = self.asked.pop(numbers[0])
+        call.attempt = ledger.begin(owner, numbers, version)[numbers[0]]
         self._give(owner, generator, call)
         return True
 
@@ -303,7 +294,8 @@ class GeneratorLink:
         def ended(result: Any) -> None:
             objects = import_ray().get(references, timeout=self._request.limit_s)  # from now on they are on this node
             generator.calls.remove(call)
-            if call.place is None or (self.ledger is not None and self.ledger.deliver(owner, *call.place)):
+            ledger = self.ledger
+            if call.place is None or (ledger is not None and ledger.deliver(owner, call.place, call.attempt)):
                 call.then(result, references, objects)
 
         self._call(owner, value, ended)
@@ -335,6 +327,8 @@ class GeneratorLink:
         except errors.RayTaskError:
             raise
         except errors.RayError as error:  # the process, its node or an object is gone
+            if getattr(error, "actor_init_failed", False):  # each further one would fail too
+                raise ClusterError(f"a generator cannot start: {error}") from error
             self._lose(owner, str(error).strip().partition("\n")[0])
 
     def _lose(self, owner: int, cause: str) -> None:
@@ -342,8 +336,7 @@ class GeneratorLink:
         generator = self._generators.pop(owner)
         _kill(generator.actor)
         numbers = [] if self.ledger is None else self.ledger.lost(owner)
-        if self.board is not None:
-            self.board.put_back(numbers)
+        self.asked |= {call.place: call for call in generator.calls if call.place is not None}
         self._calls.extendleft(reversed([call for call in generator.calls if call.place is None]))
         name = "that was starting" if generator.facts is None else generator.facts.name
         self._note(f"generator {name} is lost: {cause}; {len(numbers)} of its groups go to others")
@@ -363,18 +356,15 @@ class GeneratorLink:
             return
         self._short_since = self._short_since or now
         short_s = now - self._short_since
+        is_over = short_s > self._request.limit_s
+        if not is_over and (short_s <= SHORT_S or self._said_short):
+            return
         resource = self._request.resource
-        if short_s > self._request.limit_s:
-            raise ClusterError(
-                f"waited {short_s:.0f} s (--timeout) for {least} generators with 1 {resource} each, and {count} are "
-                f"there: {devices_of_cluster(resource)}"
-            )
-        if short_s > SHORT_S and not self._said_short:
-            self._said_short = True
-            self._note(
-                f"waiting for {least} generators with 1 {resource} each, and {count} are there: "
-                f"{devices_of_cluster(resource)}"
-            )
+        missing = f"{least} generators with 1 {resource} each, and {count} are there: {devices_of_cluster(resource)}"
+        if is_over:
+            raise ClusterError(f"waited {short_s:.0f} s (--timeout) for {missing}")
+        self._said_short = True
+        self._note(f"waiting for {missing}")
 
 
 def _kill(actor: Any) -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.pools.channel import Requests
-from funrl.mesh.pools.transfer import SentWeights, WeightSender, WeightTransfer
+from funrl.mesh.pools.transfer import SentWeights, WeightSender
 from funrl.models.deployed import DeviceWeights
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
 
 
-class ReadyRequest(NamedTuple):
-    """Answer when all requests before this one are done. Its answer is None."""
-
-
 class LoadRequest(NamedTuple):
-    """Take the weights that follow by the engine's plan, rank to rank. Nobody reads its answer.
+    """Take weights by the engine's plan, rank to rank. They follow its answer, which is None.
 
     Attributes:
       version: of the weights.
@@ -33,20 +29,6 @@ class LoadRequest(NamedTuple):
     version: int
     base: bool
     model: str = ""
-
-
-class FurtherWeights(NamedTuple):
-    """Weights of a model of agents that are sent with the policy's.
-
-    Attributes:
-      engine: that takes them.
-      version: of them.
-      weights: this rank's shards, and their plan.
-    """
-
-    engine: RemoteEngine
-    version: int
-    weights: SentWeights
 
 
 class DigestsRequest(NamedTuple):
@@ -113,8 +95,7 @@ class RemoteEngine:
           version: of the weights.
         """
         # A message from rank to rank waits no longer than --timeout, and rows that are being generated may take longer.
-        self.requests.ask(ReadyRequest(), "the generators' rows before new weights")
-        self.requests.forget(self.requests.post(LoadRequest(version, self.base, self.model)))
+        self.requests.ask(LoadRequest(version, self.base, self.model), "the generators' rows before new weights")
         collections.deque(named_weights, maxlen=0)
         self.version = version
 
@@ -123,21 +104,16 @@ class RemoteEngine:
         """True if the next weights are sent while the engine continues with the present ones."""
         return self.sender is not None and self.version is not None
 
-    def send(self, weights: SentWeights, version: int, further: Sequence[FurtherWeights] = ()) -> None:
+    def send(self, models: Mapping[str, SentWeights]) -> None:
         """Begin to send weights in the background. Collective over the trainer ranks.
 
         Args:
-          weights: this rank's shards, and the plan to the engine's ranks.
-          version: of the weights.
-          further: weights of other engines of these ranks.
+          models: weights of this engine as "", and of other engines of these ranks by the names of their models.
         """
         if self.sender is None:
             raise RuntimeError("nothing sends weights in the background")
-        transfer = WeightTransfer(version, {other.engine.model: other.version for other in further})
-        self.sender.begin([weights, *(other.weights for other in further)], transfer)
-        self.version = version
-        for other in further:
-            other.engine.version = other.version
+        self.sender.begin(models)
+        self.version = models[""].version
 
     def sync_digests(self, source: DeviceWeights, version: int) -> RemoteDigests:
         """Digests of this rank's parts of the trainer's weights, to compare with those of the engine's ranks.

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_value
-from funrl.trainer.placement.group_prompts import GroupWork
-from funrl.trainer.placement.written_groups import WrittenGroup
+from funrl.mesh.pools.channel import run_store, take_value, write_value
+from funrl.trainer.placement.messages import GroupWork, WrittenGroup
 
 GROUPS_KEY = "funrl/groups"
 WORK_KEY = f"{GROUPS_KEY}/work"
@@ -97,9 +96,7 @@ class GroupBoard:
         if not run_store().check([key]):
             return None
         self._read += 1
-        group = read_value(key)
-        remove_value(key)
-        return group
+        return take_value(key)
 
     # the side that generates
 
@@ -124,10 +121,7 @@ class GroupBoard:
             self._claims[queue] = store.add(f"{key}/taken", 1) - 1  # past the count where others were faster
         if self._claims[queue] >= count:
             return None
-        number = self._claims.pop(queue)
-        work = read_value(f"{key}/{number}")
-        remove_value(f"{key}/{number}")
-        return work
+        return take_value(f"{key}/{self._claims.pop(queue)}")
 
     def take_replacement(self, batch: int) -> int:
         """Number of prompts that were replaced in a batch before, by all replicas; counts another one."""

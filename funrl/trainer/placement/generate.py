@@ -1,19 +1,31 @@
-"""Program of the generator ranks: write groups, and serve trainer ranks, one request after the other."""
+"""Program of the generator ranks: write groups, and serve trainer ranks, one request after the other.
+
+Between two iterations of its engine a replica looks for requests of the trainer ranks, takes weights that have arrived,
+and begins groups. Its first tensor rank decides and tells the others, so that all make the same calls.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+
+from funrl import trees
+from funrl.batch import FIELDS, Batch, as_dict
 from funrl.environments.logged import LoggedEpisode
-from funrl.mesh.collectives import gather_objects
+from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import Answers, End
-from funrl.mesh.pools.transfer import TransferGroup, WeightDelivery, WeightForm, WeightReceiver
+from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers, End
+from funrl.mesh.pools.handover import Handover, send_rows
+from funrl.mesh.pools.transfer import TransferGroup, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
@@ -23,36 +35,53 @@ from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
+from funrl.rollout.policy import RunEndingError
 from funrl.rollout.remote.digests import compared_greedy, engine_digests
-from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
+from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest
+from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_prompts import HELDOUT
 from funrl.trainer.placement.groups import ledger_rule
 from funrl.trainer.placement.messages import (
+    HELDOUT,
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
+    GroupFields,
+    GroupWork,
     HeldoutEvaluation,
     PoolAnswer,
     ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
+    WrittenGroup,
+    WrittenRows,
+    baseline_of,
+    describe_group,
+    further_fields,
+    group_parts,
+    own_fields,
+    prompts_at,
+    split_origins,
+    written_rows,
 )
-from funrl.trainer.placement.writer import GroupWriter
-from funrl.trainer.placement.written_groups import WrittenRows, written_rows
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import Share, WrittenSamples, write_group
 from funrl.trainer.sources.heldout import HeldoutWriter, heldout_metrics
 from funrl.trainer.sources.observing import ShownSample
-from funrl.trainer.sources.source import Generation
+from funrl.trainer.sources.selection import filter_samples
+from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Generator
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
+
+WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
+STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
 
 
 class ShowBuffer:
@@ -83,85 +112,221 @@ class ShowBuffer:
         return taken
 
 
-class GeneratorRank:
-    """A rank that generates: it writes groups, and serves requests of the trainer ranks meanwhile."""
+def write_logged(request: EpisodesRequest, logged: Mapping[int, Sequence[LoggedEpisode]], mesh: Mesh) -> WrittenFiles:
+    """Write episodes of groups, numbered in the order of the request. Collective.
+
+    Args:
+      logged: episodes of the groups of this rank, by the numbers of the groups.
+      mesh: of the ranks that write.
+    """
+    folder = Path(request.folder)
+    episodes = [
+        episode._replace(number=place * samples + episode.number)
+        for numbers, samples in request.groups
+        for place, number in enumerate(numbers)
+        for episode in logged.get(number, ())
+    ]
+    nbytes = 0
+    problem = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        nbytes = write_episodes(folder, episodes, mesh)
+    except OSError as error:
+        problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
+    everywhere = gather_objects((nbytes, problem), mesh)
+    return WrittenFiles(sum(n for n, _ in everywhere), next((text for _, text in everywhere if text), ""))
+
+
+class ReplicaStep(NamedTuple):
+    """The next thing that all tensor ranks of a replica do; without any, they step the engine.
+
+    Attributes:
+      request: take a request of the trainer ranks.
+      weights: take weights that have arrived.
+      rows: fields of the rows of groups that have ended, by the numbers of the groups.
+      ended: note that this replica's part of an evaluation has ended.
+    """
+
+    request: bool = False
+    weights: bool = False
+    ended: bool = False
+    rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
+
+
+class GroupResult(NamedTuple):
+    """A group that has ended.
+
+    Attributes:
+      work: the group, with the prompt that it has at the end.
+      parts: its samples; and its greedy completion or episode, if it has one.
+      dropped: the prompts before it in this place.
+    """
+
+    work: GroupWork
+    parts: Sequence[WrittenSamples]
+    dropped: Sequence[DroppedPrompt]
+
+
+class GroupWriter:
+    """Writer of the groups of this rank's replica, which serves the trainer ranks meanwhile.
+
+    Attributes:
+      resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
+      engine: of this rank.
+      mesh: to generate on.
+      logged: episodes of groups, the newest batch included, by the groups' numbers.
+      evaluates: whether an evaluation runs beside the groups, until whose end the engine keeps its weights.
+    """
 
     def __init__(
         self,
+        job: RLJob,
         generation: Generation,
         generator: Generator,
         training: Mesh,
+        receiver: WeightReceiver,
         show: ShowBuffer,
-        writer: GroupWriter,
-        *,
-        scored: bool,
     ) -> None:
         """Begin without groups.
 
         Args:
-          generation: as of a source.
+          job: what runs.
+          generation: as of a source, on the mesh to generate on.
           generator: with an engine of this rank.
-          training: the mesh of the trainer ranks.
-          show: receives what is shown.
-          writer: of the groups.
-          scored: whether models on the trainer ranks score completions.
+          training: mesh of the trainer ranks.
+          receiver: of weights.
+          show: receives what an evaluation shows.
         """
-        self.scored = scored
         self.generation = generation
-        self.generator = generator
-        self.training = training
         self.show = show
-        self.writer = writer
+        self.mesh = mesh = generation.engine.mesh
+        self.engine = generation.engine.engine
+        self.resident = ResidentEngine(self.engine) if mesh.index("tensor") == 0 else None
+        self._replicas = mesh.size(mesh.row_axes)
+        self._alone = Mesh(device=mesh.device, timeout=mesh.timeout)
+        self._generation = generation._replace(
+            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
+        )
+        self._receiver = receiver
+        self._generator = generator
+        self._training = training
+        self._board = GroupBoard(self._replicas, int(mesh.index(mesh.row_axes)))
+        self._rule = ledger_rule(job, generation)
+        self._scored = bool(scorers_of(job.settings))  # models on the trainer ranks score completions
+        self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
+        self._loop = asyncio.new_event_loop()
+        self.evaluates = False
         self._heldout: HeldoutWriter | None = None
+        self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
         self._unscored: list[tuple[Rollout, Rows]] = []  # completions of an evaluation that models score
+        self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
+        self._held: dict[int, Rows] = {}
+        self.logged: dict[int, list[LoggedEpisode]] = {}
+        self._reported: int | None = None  # the newest version that the others know of
+        self._measured = False
+        self._next_look = 0.0
+        self._next_sign = 0.0
+        self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
+        self._idle_since: float | None = None
+        self._waited_s = 0.0
+        self._notes: list[str] = []
+
+    @property
+    def leader(self) -> ResidentEngine:
+        """The engine as coroutines see it. Raises: RuntimeError, this is not the replica's first tensor rank."""
+        if self.resident is None:
+            raise RuntimeError("only the first tensor rank of a replica writes groups")
+        return self.resident
+
+    def turn(self, answers: Answers | None) -> ReplicaStep:
+        """The next thing to do. Collective over "tensor".
+
+        Args:
+          answers: the requests to look for; None: none is taken.
+        """
+        if not self._measured and self.engine.version is not None:
+            self.engine.check([])  # a native engine measures its free memory now, on all ranks
+            self._measured = True
+        decided = self._decide(answers) if self.resident is not None else None
+        turn: ReplicaStep = from_first(decided, self.mesh, "tensor") or ReplicaStep()
+        for number, (fields, further) in turn.rows.items():
+            on_device = trees.map(lambda x: x.to(self.mesh.device), fields)
+            batch = Batch(FIELDS | further if further else FIELDS, **on_device)
+            self._held[number] = rows_of(batch, mesh=self._alone)
+        if turn.weights:
+            self.take()
+        if turn.ended:
+            self.evaluates = False
+        if turn.request:
+            self._rest_s = 0.0
+        return turn
+
+    def step(self) -> None:
+        """Step the engine once, or wait a little where it has nothing to do. Collective over "tensor"."""
+        if self.resident is None:
+            follow(self.engine, self.mesh)
+            return
+        if self._tasks or self.evaluates:
+            self._rest_s = 0.0
+        else:
+            if not self._rest_s:
+                heartbeat.entered("a request of the trainer ranks")
+            self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s))
+        self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s or WRITER_IDLE_S))
+
+    def take(self) -> None:
+        """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
+        arrived = self._receiver.arrived()
+        assert arrived is not None
+        generator = self._generator
+        for name, tree in arrived.trees.items():
+            engine, form = (generator.further[name], generator.whole) if name else (generator.engine, generator.engine)
+            engine.load(form.weights.named(tree), arrived.versions[name])
+        self._receiver.release()
+
+    def take_version(self, version: int) -> None:
+        """Take weights until the engine has a version. Collective over "tensor".
+
+        Older weights are taken too: nothing is received as long as they are in the second buffer.
+        """
+        while self.evaluates and (self.engine.version or 0) < version:
+            self.turn(None)
+            self.step()
+        heartbeat.entered(f"weights {version} of the trainer ranks")
+        while (self.engine.version or 0) < version:
+            if from_first(self._receiver.arrived() is not None, self.mesh, "tensor"):
+                self.take()
+            else:
+                heartbeat.beat()
+                time.sleep(WRITER_IDLE_S)
+        heartbeat.left()
+        self._tell_version()
 
     def next_request(self, answers: Answers) -> object:
         """The next request of the trainer ranks, before which groups are written. Collective."""
-        while not self.writer.turn(answers).request:
-            self.writer.step()
+        while not self.turn(answers).request:
+            self.step()
         return answers.take("a request of the trainer ranks")
 
     def answer(self, request: object) -> object:
-        """The value of the answer to a request. Raises: RewardError."""
-        if isinstance(request, ReadyRequest):
-            return None
-        if isinstance(request, LoadRequest):
-            return self._load(request)
+        """The value of the answer to a request. Collective. Raises: RewardError."""
         if isinstance(request, SendGroupsRequest):
-            return self.writer.send(request, self.training)
+            return self._send(request)
         if isinstance(request, EpisodesRequest):
-            return self._write_episodes(request.folder, self.writer.logged_episodes(request.groups))
+            return write_logged(request, self.logged, self.mesh)
         if isinstance(request, EndEvaluationRequest | ScoresRequest):
             return self._end_evaluation(request)
         assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
-        self.writer.take_version(request.version)
+        self.take_version(request.version)
         if isinstance(request, DigestsRequest):
-            return engine_digests(self.generator.whole if request.base else self.generator.engine)
+            return engine_digests(self._generator.whole if request.base else self._generator.engine)
         if isinstance(request, GreedyRequest):
             return self._greedy(request)
-        self._heldout = HeldoutWriter(self.generation, request.step)
-        return self.writer.begin_evaluation(self._heldout.write)
+        return self._begin_evaluation(request)
 
-    def _end_evaluation(self, request: EndEvaluationRequest | ScoresRequest) -> HeldoutEvaluation | WrittenRows:
-        """End the evaluation, or have models score its rows first. Collective."""
-        heldout = self._heldout
-        if heldout is None:
-            raise RuntimeError("no evaluation has begun")
-        if isinstance(request, ScoresRequest):
-            done, rows = self._unscored.pop()
-            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
-        else:
-            done, rows = heldout.join(self.writer.end_evaluation())
-            if self.scored:
-                self.writer.keep(HELDOUT, rows)
-                self._unscored.append((done, rows))
-                return written_rows(done, rows)
-        metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
-        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
-
-    def _load(self, request: LoadRequest) -> None:
-        """Take weights."""
-        generator = self.generator
+    def load(self, request: LoadRequest) -> None:
+        """Take the first weights of an engine. Collective."""
+        generator = self._generator
         engine = generator.engine
         plan = generator.to_engine
         if request.base and generator.base is not None:
@@ -173,25 +338,188 @@ class GeneratorRank:
         with heartbeat.phase("reshard"):
             engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
 
-    def _greedy(self, request: GreedyRequest) -> Greedy:
-        """Greedy completions of the first replica, beside the groups."""
-        mesh = self.generation.engine.mesh
-        done = self.writer.complete_beside(greedy_requests(request.prompts, request.new_tokens))
-        return compared_greedy(greedy_of(done, mesh.device), mesh)
+    def _begin_evaluation(self, request: BeginEvaluationRequest) -> None:
+        """Begin to write this replica's part of an evaluation."""
+        self._heldout = HeldoutWriter(self.generation, request.step)
+        self.evaluates = True
+        if self.resident is not None:
+            self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
 
-    def _write_episodes(self, folder: str, episodes: Sequence[LoggedEpisode]) -> WrittenFiles:
-        """Write episodes of this replica; the answer is of all replicas. Collective."""
-        mesh = self.generation.engine.mesh
-        nbytes = 0
-        problem = ""
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            nbytes = write_episodes(Path(folder), episodes, mesh)
-        except OSError as error:
-            problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
-        everywhere = gather_objects((nbytes, problem), mesh)
-        problems = (problem for _, problem in everywhere if problem)
-        return WrittenFiles(sum(nbytes for nbytes, _ in everywhere), next(problems, ""))
+    def _end_evaluation(self, request: EndEvaluationRequest | ScoresRequest) -> HeldoutEvaluation | WrittenRows:
+        """End the evaluation once this replica's part is written, or have models score its rows first."""
+        heldout = self._heldout
+        if heldout is None:
+            raise RuntimeError("no evaluation has begun")
+        while self.evaluates:
+            self.turn(None)
+            self.step()
+        if isinstance(request, ScoresRequest):
+            done, rows = self._unscored.pop()
+            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
+        else:
+            done, rows = heldout.join(None if self._evaluation is None else self._evaluation.result())
+            if self._scored:
+                self._unscored.append((done, rows))
+                self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
+                return written_rows(done, rows)
+        metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
+        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
+
+    def _greedy(self, request: GreedyRequest) -> Greedy:
+        """Greedy completions of the first replica, beside the groups; no newer weights arrive meanwhile."""
+        requests = greedy_requests(request.prompts, request.new_tokens)
+        task = None if self.resident is None else self._loop.create_task(self.resident.ask_all(requests))
+        while not from_first(task is not None and task.done(), self.mesh, "tensor"):
+            self.turn(None)
+            self.step()
+        done = from_first(None if task is None else task.result(), self.mesh, "tensor")
+        return compared_greedy(greedy_of(done, self.mesh.device), self.mesh)
+
+    def _send(self, request: SendGroupsRequest) -> None:
+        """Hand over rows of groups, and let go of all rows of these groups."""
+        own = np.flatnonzero(request.owner == self._board.owner)
+        if len(own):
+            runs = split_origins(request.origins[own])
+            rows = join_rows([take(self._held[number], places) for number, places in runs])
+            way = Handover(request.lengths, request.owner, request.to, source=self.mesh, target=self._training)
+            with heartbeat.phase("send_rows"):
+                send_rows(*own_fields(rows.batch), way)
+        for number in request.groups:
+            self._held.pop(number, None)
+        for number in request.unlogged:
+            self.logged.pop(number, None)
+
+    def close(self) -> None:
+        """End all groups."""
+        evaluation = [] if self._evaluation is None else [self._evaluation]
+        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *evaluation]))
+        self._loop.close()
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+
+    def _decide(self, answers: Answers | None) -> ReplicaStep | None:
+        rows = self._deliver_ended()
+        if self.evaluates and self._evaluation is not None and self._evaluation.done():
+            return ReplicaStep(rows=rows, ended=True)
+        now = time.monotonic()
+        if now < self._next_look:
+            return ReplicaStep(rows=rows) if rows else None
+        self._next_look = now + STORE_LOOK_S * max(1, self._replicas // 8)
+        self._tell_version()
+        if answers is not None and answers.waiting():
+            return ReplicaStep(request=True, rows=rows)
+        if not self.evaluates and self._receiver.arrived() is not None:
+            return ReplicaStep(weights=True, rows=rows)
+        self._begin_groups()
+        return ReplicaStep(rows=rows) if rows else None
+
+    def _tell_version(self) -> None:
+        """Publish the version of this replica."""
+        version = self.engine.version
+        if self.resident is None or version is None or version == self._reported:
+            return
+        for passed in range(version if self._reported is None else self._reported + 1, version + 1):
+            self._board.hold(passed)
+        self._reported = version
+
+    def _begin_groups(self) -> None:
+        """Begin the groups that may begin and for which the engine has room."""
+        if self.resident is None or self._reported is None:
+            return
+        room = self._room(self.resident)
+        while (room > 0 or not self._tasks) and (work := self._board.next_group()) is not None:
+            self._tasks[work] = self._loop.create_task(self._write(work))
+            room -= self._requests
+            if work.place is not None:
+                heartbeat.at_step(work.place // self._rule.places + 1)
+        self._count_waiting(not self._tasks and not self.evaluates)
+
+    def _room(self, resident: ResidentEngine) -> float:
+        """Number of further requests that may begin: unfinished episodes have a bound, fixed groups begin at once."""
+        setup = self._generation.episodes
+        is_fixed = self._generation.engine.queue == "fixed" and not self._rule.staleness
+        room = math.inf if is_fixed else resident.room()
+        return room if setup is None else min(room, setup.limits.waiting - len(self._tasks) * self._requests)
+
+    def _count_waiting(self, waits: bool) -> None:
+        """Show that this replica works, and count the time since the last call if it had nothing to write."""
+        now = time.monotonic()
+        if (self._tasks or self.evaluates) and now >= self._next_sign:
+            self._next_sign = now + PROGRESS_S
+            self._board.show_work()
+        if self._idle_since is not None:
+            self._waited_s += now - self._idle_since
+        self._idle_since = now if waits else None
+
+    def _deliver_ended(self) -> dict[int, GroupFields]:
+        """Deliver groups that have ended; returns their rows."""
+        ended = [begun for begun, task in self._tasks.items() if task.done()]
+        kept: dict[int, GroupFields] = {}
+        for begun in ended:
+            task = self._tasks.pop(begun)
+            try:
+                work, parts, dropped = task.result()
+            except (RewardError, RunEndingError) as error:
+                self._board.deliver(self._group(begun, problem=str(error)))
+                continue
+            numbers = (work.number, baseline_of(work.number))
+            kept |= {number: self._fields(part.rows) for number, part in zip(numbers, parts, strict=False)}
+            group = describe_group(self._generation, parts, self._group(work))
+            self._board.deliver(group._replace(dropped=dropped))
+        return kept
+
+    def _fields(self, rows: Rows) -> GroupFields:
+        """Fields of rows on their way to the other tensor ranks."""
+        fields = as_dict(rows.batch)
+        if self.mesh.size("tensor") > 1:
+            fields = trees.map(lambda x: x.cpu(), fields)
+        return GroupFields(fields, further_fields(rows.batch))
+
+    def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
+        """A group without rows, with what has happened since the last one."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        notes, self._notes = self._notes, []
+        return WrittenGroup(self._board.owner, work, None, {}, (), waited_s, notes=notes, problem=problem)
+
+    async def _write(self, work: GroupWork) -> GroupResult:
+        """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
+
+        Raises:
+          RewardError, RunEndingError: the run ends.
+        """
+        generation = self._generation
+        filters = self._rule.prompts > 1 and not self._rule.rounds
+        dropped: list[DroppedPrompt] = []
+        while True:
+            example = generation.schedule.prompts[work.prompt.index]
+            split = group_parts(work, generation.sampling)
+            parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
+            self.logged[work.number] = [episode for part in parts for episode in part.episodes]
+            done, rows, _ = parts[0]
+            replacement = None
+            if filters and not filter_samples(generation, rows, 1).any():
+                replacement = self._replace(work)
+            if replacement is None:
+                return GroupResult(work, parts, dropped)
+            dropped.append(DroppedPrompt(work.prompt.position, failed_rows(rows), done.entries, done.episodes))
+            work = replacement
+
+    def _replace(self, work: GroupWork) -> GroupWork | None:
+        """The same place with the next prompt of the order; None: its batch has had as many as it may."""
+        assert work.place is not None
+        if self._board.take_replacement(work.place // self._rule.places) >= self._rule.refills:
+            return None
+        position = self._board.take_prompt()
+        (prompt,) = prompts_at(self._generation.schedule, [position], [position])
+        return work._replace(prompt=prompt)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and let them clean up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:
@@ -213,35 +541,28 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
     whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
     receiver = WeightReceiver(generating, form, whole_form, group)
-    board = GroupBoard(generating.size(generating.row_axes), int(generating.index(generating.row_axes)))
-    take_weights = functools.partial(load_arrived, generator)
-    writer = GroupWriter(generation, receiver, take_weights, board, ledger_rule(job, generation))
-    rank = GeneratorRank(generation, generator, training, show, writer, scored=bool(scorers_of(job.settings)))
+    writer = GroupWriter(job, generation, generator, training, receiver, show)
     with stops_when_asked(), answers.showing_progress(), receiver.receiving(), contextlib.closing(writer):
-        while not isinstance(request := rank.next_request(answers), End):
-            _serve(rank, request, answers)
+        while not isinstance(request := writer.next_request(answers), End):
+            _serve(writer, request, answers)
     return request.result
 
 
-def load_arrived(generator: Generator, arrived: WeightDelivery) -> None:
-    """Load weights that have arrived into the engines."""
-    engine = generator.engine
-    engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
-    for name, tree in arrived.further.items():
-        generator.further[name].load(generator.whole.weights.named(tree), arrived.transfer.further[name])
-
-
-def _serve(rank: GeneratorRank, request: object, answers: Answers) -> None:
+def _serve(writer: GroupWriter, request: object, answers: Answers) -> None:
     """Answer one request. Collective."""
+    if isinstance(request, LoadRequest):
+        answers.answer(None)
+        writer.load(request)
+        return
     value = problem = None
     try:
-        value = rank.answer(request)
+        value = writer.answer(request)
     except RewardError as error:  # on every rank of the mesh
         problem = str(error)
     if not isinstance(request, PLAIN_REQUESTS):
-        value = PoolAnswer(value, tuple(rank.show.take().notes), problem)
+        value = PoolAnswer(value, tuple(writer.show.take().notes), problem)
     answers.answer(value)
 
 
 # Requests whose answers are values without remarks; nobody reads that of the last one.
-PLAIN_REQUESTS = (ReadyRequest, LoadRequest, GreedyRequest, DigestsRequest, BeginEvaluationRequest)
+PLAIN_REQUESTS = (GreedyRequest, DigestsRequest, BeginEvaluationRequest)

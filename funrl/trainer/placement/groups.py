@@ -1,66 +1,74 @@
-"""Trainer-side client of generator ranks, which write groups of rows.
+"""The source of trainer ranks whose rows generator ranks write, and their client of these ranks.
+
+It is `prompt_source` with another writer: order, seeds, filter and curriculum are its own, so that without staleness a
+run whose ranks do both has the same rows. A row's tokens move once, when the batch is complete, from the rank that
+wrote it to the rank that trains it; before that trainer ranks know only the row table.
 
 The first rank keeps the ledger of the run: when a step begins it asks for the groups of all places that may begin, and
-takes the groups of a batch. The others learn its choice through the store. Without staleness these are the groups of
-the step, whose rows are then those of a run whose ranks do both; else they are of later batches too.
+takes the groups of a batch. The others learn its choice from it. Without staleness these are the groups of the step;
+else they are of later batches too.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from funrl import trees
+from funrl.algos.reading import reads
 from funrl.batch import as_dict, declare, schema_of
+from funrl.data.order import take_next
 from funrl.fields import FIELDS
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Pauses, ProgressLimit, limit_of
 from funrl.mesh.pools.handover import Handover, receive_rows
+from funrl.mesh.pools.transfer import TransferGroup, WeightSender
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
 from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.row_source import remarked_generation
 from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, WORK_KEY, GroupBoard
-from funrl.trainer.placement.group_prompts import (
-    HELDOUT,
-    ChosenPrompts,
-    GroupPrompt,
-    GroupWork,
-    baseline_of,
-    prompts_at,
-)
 from funrl.trainer.placement.messages import (
+    HELDOUT,
+    ORIGIN,
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
+    GroupPrompt,
+    GroupWork,
     ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
-)
-from funrl.trainer.placement.written_groups import (
-    ORIGIN,
     WrittenGroup,
     age_metrics,
+    baseline_of,
     in_place_of,
     joined_rows,
     own_fields,
+    prompts_at,
     remote_rows,
 )
 from funrl.trainer.settings.scorers import scorers_of
-from funrl.trainer.sources.curriculum import UNWEIGHTED
+from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule, as_chosen
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
-from funrl.trainer.sources.prompts import BASELINE_SEED
-from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, RemoteRows, StepRows
+from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
+from funrl.trainer.sources.prompts import BASELINE_SEED, prompt_source
+from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, RemoteRows, Source, StepLog, StepRows
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
 from funrl.trainer.storage.shard_server import CheckpointError
 
@@ -75,10 +83,44 @@ def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
     return rule._replace(prompts=prompts, scores=prompts > 1 and bool(scorers_of(given))).checked()
 
 
+class ChosenPrompts(NamedTuple):
+    """Prompts of batches that weights have chosen ahead of their training.
+
+    Attributes:
+      positions: [n P] in the order of prompts, of the next batch and of those after it.
+      end: position after the last one.
+    """
+
+    positions: Tensor
+    end: int = 0
+
+    def extended(
+        self, schedule: PromptSchedule, memory: trees.Tree, steps: Sequence[int]
+    ) -> tuple[ChosenPrompts, trees.Tree, dict[str, float]]:
+        """The prompts with those of further batches, the memory of the weights, and metrics of the last batch.
+
+        Args:
+          schedule: of the prompts, with their weights.
+          memory: of the weights.
+          steps: that are chosen, from the next one on; those of `positions` are left out.
+        """
+        prompts, places, seed, weighing = schedule
+        positions, end = self
+        metrics: dict[str, float] = {}
+        for step in steps[len(positions) // places :]:
+            weights, memory, metrics = weighing.weights(memory, step)
+            taken = take_next(prompts, places, seed, position=end, weights=weights)
+            metrics["curriculum/passed_over"] = taken.end - end - places
+            positions = torch.cat([positions, torch.from_numpy(taken.positions)])
+            end = taken.end
+        return ChosenPrompts(positions, end), memory, metrics
+
+
 class GroupGenerators:
     """Trainer-side client of generator ranks that write groups; a `RemoteGenerators`.
 
     Attributes:
+      early: whether rows come as soon as they are written, and not when the batch is complete.
       refills: whether replicas replace prompts that the filter drops; else the trainer ranks do, in rounds.
       step: that the next rows are for.
       ledger: of the run; None: before the first step, and on ranks other than the first.
@@ -89,34 +131,24 @@ class GroupGenerators:
         that is not taken are taken. "left" [n]: positions of prompts that were passed over.
     """
 
-    def __init__(
-        self,
-        engine: RemoteEngine,
-        show: Show,
-        *,
-        rule: LedgerRule,
-        generation: Generation,
-        early: bool = False,
-    ) -> None:
+    def __init__(self, job: RLJob, engine: RemoteEngine, generation: Generation, show: Show) -> None:
         """Name the ranks.
 
         Args:
-          engine: theirs.
-          show: receives their remarks.
-          rule: of the ledger.
+          job: of the run.
+          engine: of these ranks.
           generation: of the trainer ranks.
-          early: whether rows come as soon as they are written, and not when the batch is complete.
+          show: receives remarks.
         """
         self.engine = engine
         self.requests = engine.requests
         self.mesh = engine.requests.mesh
         self.generating = engine.weights.mesh
         self.show = show
-        self.early = early
         self.step = 0
         self._schedule = generation.schedule
         self._samples = generation.sampling.samples
-        self._rule = rule
+        self._rule = rule = ledger_rule(job, generation)
         self.ahead = rule.staleness > 0
         self.refills = not rule.rounds
         self.ledger: Ledger | None = None
@@ -134,6 +166,7 @@ class GroupGenerators:
         self._greedy = generation.greedy_baseline
         self._rescore = generation.rewards.rescore
         self._heldout = generation.evaluation.heldout
+        self.early = self._rescore is not None or needs_tokens(job, generation)
         self.rewards_baselines = self._rescore is not None and self._greedy
         self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
@@ -197,12 +230,15 @@ class GroupGenerators:
         if self.ledger is not None:
             if self._rule.scores:
                 self.ledger.score(self._places_of(self._lost))
-            if self.ledger.take() is None:
+            taken = self.ledger.take()
+            if taken is None:
                 raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
-            self._numbers = {place: n for place, n in self._numbers.items() if place in self.ledger.places}
+            for place in taken:
+                del self._numbers[place]
             overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
             self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
-            self._counts = {f"places/{name}": self.ledger.counts[name] for name in ("begun", "refilled", "taken")}
+            events = ("begun", "lost", "refilled", "taken")
+            self._counts = {f"places/{name}": self.ledger.counts[name] for name in events}
             self._counts["places/ahead"] = len(self.ledger.written)
             self.ledger.counts.clear()
         self.places, self._counts = from_first_rank((self.places, self._counts), self.mesh)
@@ -382,7 +418,7 @@ class GroupGenerators:
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
-        self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
+        self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
         return lambda: self._evaluated(step)
 
     def _evaluated(self, step: int) -> dict[str, float]:
@@ -424,16 +460,18 @@ class GroupGenerators:
         Raises:
           CheckpointError: one of them cannot write.
         """
-        number = self.requests.post(EpisodesRequest(str(folder.absolute()), self._rounds))
-        files: WrittenFiles = self._answer(number, "the generators' episodes")
+        files = self._write_episodes(EpisodesRequest(str(folder.absolute()), self._rounds))
         if files.problem:
             raise CheckpointError(files.problem)
         return files.nbytes
 
+    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
+        return self._answer(self.requests.post(request), "the generators' episodes")
+
     def metrics(self) -> dict[str, float]:
-        """Metrics of a newest batch that was written ahead, and of the weights that were sent before it."""
+        """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
         if not self.ahead:
-            return {}
+            return self._counts
         sender = self.engine.sender
         sent = {} if sender is None or not sender.sent_s else {"sync/hidden_share": sender.hidden_share}
         groups = self.batch_groups()
@@ -501,28 +539,45 @@ class GroupGenerators:
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Some groups that have ended, or else those of the next batch, by number. Collective."""
-        entered(name)
-        pauses = Pauses(1)
-        limit = ProgressLimit(limit_of(self.mesh), name, WORK_KEY)
-        groups = None
-        while not from_first_rank(groups is not None, self.mesh):  # so that the others wait a few seconds at a time
-            sign = time.monotonic() + PROGRESS_S
-            while self.ledger is not None and groups is None and time.monotonic() < sign:
-                if self._read_deliveries(self.ledger):
-                    pauses = Pauses(1)
-                groups = self._complete(self.ledger, numbers)
-                if groups is None:
-                    pauses.sleep()
-                    limit.check()
-            beat()
-        left()
+        groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
         return from_first_rank(groups, self.mesh)
 
-    def _read_deliveries(self, ledger: Ledger) -> int:
+    def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
+        """Wait until `look` gives a result on the first rank; None on the others. Collective.
+
+        The others wait a few seconds at a time, so that no collective takes longer.
+
+        Args:
+          name: of what is waited for.
+        """
+        entered(name)
+        limit = ProgressLimit(limit_of(self.mesh), name, WORK_KEY)
+        result = None
+        while not from_first_rank(result is not None, self.mesh):
+            if self.mesh.rank == 0:
+                result = self._look(look, limit)
+            beat()
+        left()
+        return result
+
+    def _look(self, look: Callable[[], Any], limit: ProgressLimit) -> Any:
+        """The result of `look`; None: it has given none for some seconds."""
+        pauses = Pauses(1)
+        end = time.monotonic() + PROGRESS_S
+        while time.monotonic() < end:
+            if self._read_deliveries():
+                pauses = Pauses(1)
+            if (result := look()) is not None:
+                return result
+            pauses.sleep()
+            limit.check()
+        return None
+
+    def _read_deliveries(self) -> int:
         """Note the groups that have been delivered since the last call; returns their number."""
         count = 0
-        while (group := self._board.next_delivery()) is not None:
-            self._deliver(ledger, group)
+        while self.ledger is not None and (group := self._board.next_delivery()) is not None:
+            self._deliver(self.ledger, group)
             beat()
             count += 1
         return count
@@ -554,3 +609,69 @@ class GroupGenerators:
             ledger.refill([place])
             ledger.begin(GENERATORS, [place], ledger.version)
         ledger.deliver(GENERATORS, place, ledger.places[place].attempt)
+
+
+def placed_source(
+    job: Job,
+    parts: Parts,
+    frozen: Mapping[str, trees.Tree],
+    clock: Clock,
+    show: Show,
+    *,
+    group: TransferGroup = None,
+) -> Source:
+    """The source of the trainer ranks of a job with a placement; a `MakeSource`.
+
+    Args:
+      job, parts, frozen, clock, show: as of any source.
+      group: of `transfer_group`.
+    """
+    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
+    generation = remarked_generation(job, parts, frozen, clock, show)
+    engine: object = parts.generator.engine
+    assert isinstance(engine, RemoteEngine)
+    engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
+    generators = GroupGenerators(job, engine, generation, show)
+    engine.ahead = generators.ahead
+    return source_of_generators(job, generation, generators, clock, show)
+
+
+def source_of_generators(
+    job: RLJob, generation: Generation, generators: GroupGenerators, clock: Clock, show: Show
+) -> Source:
+    """The source of trainer ranks whose rows others write.
+
+    Args:
+      job, clock, show: as of any source.
+      generation: of the trainer ranks.
+      generators: client of the others.
+    """
+    begin_evaluation = None
+    if generators.ahead:
+        generation = generation._replace(schedule=as_chosen(generation.schedule))
+        if not generators.weighed:  # a curriculum may read its metrics before the next step
+            begin_evaluation = lambda step: clock.phase("eval")(generators.begin_evaluation(step))  # noqa: E731
+    source = prompt_source(generation._replace(remote=generators), clock, show)
+    if job.algorithm.example in SAMPLED_PAIRS:
+        source = pair_source(source, job.reward_names)
+    next_rows = source.next_rows
+    init = source.init
+    return source._replace(
+        init=lambda: generators.saved(init()),
+        next_rows=lambda state, step: generators.take_step(next_rows, state, step, job.settings.run.steps),
+        move=generators.move,
+        close=generators.close,
+        begin_evaluation=begin_evaluation,
+        log=StepLog((), None if generation.episodes is None else generators.write_episodes, generators.log),
+    )
+
+
+def needs_tokens(job: RLJob, generation: Generation) -> bool:
+    """True if tokens of rows are read before the batch is complete: of pairs, by a filter, beside demonstrations."""
+    if job.algorithm.example in SAMPLED_PAIRS or learns_from_demonstrations(job.algorithm):
+        return True
+    if generation.selection.filter is None:
+        return False
+    fields = FIELDS | job.algorithm.fields
+    read = reads(generation.selection.filter, fields=job.algorithm.fields)
+    return any(not fields[name].kind.everywhere for name in read.required | read.optional)

@@ -30,8 +30,7 @@ from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.placement.group_prompts import GroupPrompt
-from funrl.trainer.placement.written_groups import age_metrics, join_groups, switches_of
+from funrl.trainer.placement.messages import GroupPrompt, age_metrics, join_groups, switches_of
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.generation import Rollout, pending_rewards
 from funrl.trainer.sources.group_rows import CompletionRun, join_samples

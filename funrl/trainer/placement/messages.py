@@ -1,15 +1,401 @@
-"""Requests of the trainer ranks to generator ranks, and the answers."""
+"""Messages between trainer and generator ranks: groups that are asked for, facts of written ones, requests."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from funrl.algos.advantages.units import units_of
+from funrl.batch import FIELDS, Batch, as_dict, declare, kind_of, schema_of
+from funrl.fields import Field
+from funrl.kinds import FieldKind, Value
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
+from funrl.rollout.requests import request_seed
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.seeds import derived_seed
+from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.evaluation import EvalRow
-from funrl.trainer.sources.observing import ShownSample
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import WrittenSamples
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
+from funrl.trainer.sources.pending_rewards import add_totals
+from funrl.trainer.sources.prompts import BASELINE_SEED, baseline_sampling
+from funrl.trainer.sources.source import DroppedPrompt, Generation
+from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
+
+ORIGIN = {"origin": Field("row", "source", "the row's number among those of the generator ranks", dtype="int")}
+
+
+class GroupPrompt(NamedTuple):
+    """The prompt of a group.
+
+    Attributes:
+      index: among the prompts of the job.
+      seed: of the noise of all prompts that are asked for together.
+      number: of the prompt among these.
+      position: in the order of prompts; -1: the trainer ranks take a step's prompts from the order when it begins.
+    """
+
+    index: int
+    seed: int
+    number: int
+    position: int = -1
+
+    def seeds(self, samples: int) -> list[int]:
+        """Seeds of the samples.
+
+        Args:
+          samples: their number.
+        """
+        begin = self.number * samples
+        return [request_seed(self.seed, begin + sample) for sample in range(samples)]
+
+    @property
+    def baseline_seed(self) -> int:
+        """Seed of the greedy completion or episode that is written beside the samples."""
+        return request_seed(BASELINE_SEED, self.position)
+
+
+def prompts_at(schedule: PromptSchedule, positions: Sequence[int], firsts: Sequence[int]) -> list[GroupPrompt]:
+    """Prompts at some positions of the order.
+
+    Args:
+      schedule: of the run.
+      positions: of the prompts.
+      firsts: for each the position from which the samples are numbered, whose seeds depend on both.
+    """
+    indices = schedule.numbers_at(np.array(positions, dtype=np.int64)).tolist()
+    return [
+        GroupPrompt(index, derived_seed(schedule.seed, first), position - first, position)
+        for index, position, first in zip(indices, positions, firsts, strict=True)
+    ]
+
+
+class GroupWork(NamedTuple):
+    """A group that the trainer ranks ask for.
+
+    Attributes:
+      number: under which its rows are kept; no other group of the run has it.
+      place: in the ledger; None: a greedy completion or episode alone, which belongs to a group that has a place.
+      prompt: of the group.
+      weights: version of the weights that all replicas hold before it begins.
+      baseline: whether its samples come with the greedy completion or episode of the prompt.
+    """
+
+    number: int
+    place: int | None
+    prompt: GroupPrompt
+    weights: int = 0
+    baseline: bool = False
+
+
+class GroupPart(NamedTuple):
+    """Completions or episodes of a group that are rewarded together: its samples, or its greedy baseline.
+
+    Attributes:
+      sampling: of them.
+      seeds: of each.
+    """
+
+    sampling: Sampling
+    seeds: list[int]
+
+
+def group_parts(work: GroupWork, sampling: Sampling) -> list[GroupPart]:
+    """Completions or episodes of a group, each part rewarded by itself.
+
+    Args:
+      sampling: of the samples.
+    """
+    prompt = work.prompt
+    greedy = baseline_sampling(sampling)
+    if work.place is None:
+        return [GroupPart(greedy, prompt.seeds(1))]
+    parts = [GroupPart(sampling, prompt.seeds(sampling.samples))]
+    return [*parts, GroupPart(greedy, [prompt.baseline_seed])] if work.baseline else parts
+
+
+HELDOUT = (1 << 31) - 1  # number under which each replica keeps its rows of an evaluation
+
+
+def baseline_of(number: int) -> int:
+    """Number under which a replica keeps the greedy completion or episode that it has written with a group."""
+    return number + (1 << 30)  # above the groups of any run
+
+
+class WrittenRows(NamedTuple):
+    """Completions and rows of a group, as far as every rank knows them; the rest stays where it is.
+
+    Attributes:
+      rollout: fields of `Rollout`, without the completions and the mesh.
+      owner: [B] of the rows, by their index over the row axes of the mesh to generate on.
+      fields: of the rows whose kind is `everywhere`.
+      lines: form of the lines of each other field, in the order in which they are sent.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    rollout: Mapping[str, Any]
+    owner: np.ndarray
+    fields: Mapping[str, Tensor]
+    lines: Mapping[str, LineForm]
+    further: Mapping[str, Field]
+
+
+class WrittenGroup(NamedTuple):
+    """Facts of a group that a replica has written, for the trainer ranks.
+
+    Attributes:
+      generator: the replica, by its index over the row axes.
+      work: the group, with the prompt that it has at the end.
+      written: its rows; None where there is a problem.
+      tokens: version -> sampled tokens of the rows.
+      switches: of each row, (first sampled token, version) pairs; those of `baseline` follow.
+      waited_s: seconds in which the replica had nothing to write, since it delivered another group.
+      shown: its first sample, where samples are shown.
+      notes: remarks.
+      problem: message of the `RewardError` that ends the run; None without one.
+      dropped: prompts before it in this place, whose rows the filter dropped.
+      baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
+    """
+
+    generator: int
+    work: GroupWork
+    written: WrittenRows | None
+    tokens: Mapping[int, int]
+    switches: Sequence[Sequence[tuple[int, int]]]
+    waited_s: float
+    shown: Sequence[ShownSample] = ()
+    notes: Sequence[str] = ()
+    problem: str | None = None
+    dropped: Sequence[DroppedPrompt] = ()
+    baseline: WrittenRows | None = None
+
+    @property
+    def rows(self) -> WrittenRows:
+        """`written` of a group without a problem. Raises: RuntimeError, it has one."""
+        if self.written is None:
+            raise RuntimeError(f"the group has no rows: {self.problem}")
+        return self.written
+
+
+class GroupFields(NamedTuple):
+    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+
+    Attributes:
+      fields: of the rows.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    fields: dict[str, Value]
+    further: dict[str, Field]
+
+
+def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
+    """Add the facts of what was written to a group.
+
+    Args:
+      generation: of the replica.
+      written: its samples; and its greedy completion or episode, if it has one.
+      group: without rows.
+    """
+    done, rows, _ = written[0]
+    tokens, switches = versions_of(rows)
+    if len(written) > 1:
+        group = group._replace(baseline=written_rows(written[1].done, written[1].rows))
+        switches = [*switches, *versions_of(written[1].rows)[1]]
+    shown = _shown(generation, group.work, done, rows)
+    own = written_rows(done, rows)
+    return group._replace(written=own, tokens=tokens, switches=switches, shown=shown)
+
+
+def _shown(generation: Generation, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
+    """The first sample of a group, if its step shows samples and it is among the first."""
+    if work.place is None:
+        return []
+    batch, place = divmod(work.place, generation.schedule.batch)
+    if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
+        return []
+    decode = generation.engine.decode
+    samples = generation.sampling.samples
+    names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
+    example = generation.schedule.prompts[work.prompt.index]
+    return shown_samples(done, rows, [example], samples, decode=decode, names=names)
+
+
+def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
+    """Completions and their rows as far as every rank knows them."""
+    facts = done._asdict()
+    for name in ("completions", "mesh"):
+        del facts[name]
+    known = {name: x.cpu() for name, x in as_dict(rows.batch).items() if kind_of(rows.batch, name).everywhere}
+    forms = line_forms(*own_fields(rows.batch))
+    facts = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in facts.items()}
+    return WrittenRows(facts, rows.owner, known, forms, further_fields(rows.batch))
+
+
+def further_fields(batch: Batch) -> dict[str, Field]:
+    """Declarations of fields that are not among `FIELDS`."""
+    return {name: field for name, field in schema_of(batch).items() if name not in FIELDS}
+
+
+def own_fields(batch: Batch) -> tuple[dict[str, Value], dict[str, FieldKind]]:
+    """Fields that only the ranks of a row know, and their kinds, in the order in which they are sent."""
+    fields = as_dict(batch)
+    kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(batch, name)).everywhere}
+    return {name: fields[name] for name in kinds}, kinds
+
+
+def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
+    """The batch of a rank that has none of the rows."""
+    schema = FIELDS | written.further if written.further else FIELDS
+    empty = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
+    return Batch(schema, **{name: x.to(device) for name, x in written.fields.items()}, **empty)
+
+
+def origins_of(number: int, owner: np.ndarray) -> np.ndarray:
+    """Number the rows of one group on each of their ranks, differently from the rows of all others."""
+    places = np.zeros(len(owner), dtype=np.int64)
+    for rank in np.unique(owner):
+        places[owner == rank] = np.arange((owner == rank).sum())
+    return (np.int64(number) << 32) + places
+
+
+def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Runs of rows of one group each: its number, and the numbers of the rows among its own.
+
+    There is at least one row.
+    """
+    numbers = origins >> 32
+    begins = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
+    parts = np.split(origins & 0xFFFFFFFF, begins[1:])
+    return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]
+
+
+def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
+    """Tokens of each version, and each row's (first sampled token, version) pairs; none of rows without versions."""
+    tokens: collections.Counter[int] = collections.Counter()
+    switches = []
+    version_BT = rows.batch.get("version")
+    if version_BT is None:
+        return {}, []
+    for version_T, mask_T in zip(version_BT.cpu(), rows.batch.mask.cpu(), strict=True):
+        switches.append(switches_of(version_T[mask_T]))
+        tokens.update(version_T[mask_T].tolist())
+    return dict(tokens), switches
+
+
+def switches_of(versions: Tensor) -> list[tuple[int, int]]:
+    """(First token, version) pairs of the versions of some tokens."""
+    begins = np.flatnonzero(np.diff(versions.numpy(), prepend=-1)).tolist()
+    return [(begin, int(versions[begin])) for begin in begins]
+
+
+def in_place_of(lost: WrittenGroup | None, group: WrittenGroup) -> WrittenGroup:
+    """A group that has taken the place of one which the filter has dropped, with the prompt of that among its own."""
+    if lost is None or lost.written is None:
+        return group
+    facts = lost.written.rollout
+    failed = lost.written.fields.get("failed")
+    count = 0 if failed is None else int(failed.sum())
+    prompt = DroppedPrompt(lost.work.prompt.position, count, facts["entries"], facts["episodes"])
+    return group._replace(dropped=[*lost.dropped, prompt], waited_s=group.waited_s + lost.waited_s)
+
+
+def joined_rows(
+    written: Sequence[tuple[int, int, WrittenRows | None]], mesh: Mesh, device: torch.device, *, samples: int
+) -> tuple[Rollout, Rows]:
+    """Rows that other ranks have, as one rollout.
+
+    Args:
+      written: of each group the number under which its rows are kept, its replica and these rows.
+      mesh: of the ranks that have them.
+      device: of this rank.
+      samples: of a group.
+    """
+    parts = []
+    facts = list[Mapping[str, Any]]()
+    for number, generator, own in written:
+        assert own is not None
+        parts.append(remote_rows(number, own._replace(owner=np.full(len(own.owner), generator)), mesh, device))
+        owner = np.full(len(own.rollout["owner"]), generator)
+        here = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in own.rollout.items()}
+        facts.append({**here, "owner": owner})
+    return join_groups(facts, parts, mesh, samples=samples)
+
+
+def remote_rows(number: int, written: WrittenRows, mesh: Mesh, device: torch.device) -> Rows:
+    """Rows that other ranks have.
+
+    Args:
+      number: under which each rank keeps its own.
+      written: facts of the rows.
+      mesh, device: as of `joined_rows`.
+    """
+    batch = declare(blank_batch(written, device), ORIGIN)
+    origins = torch.from_numpy(origins_of(number, written.owner)).to(device)
+    return rows_of(batch._replace(origin=origins), written.owner, mesh)
+
+
+def join_groups(
+    facts: Sequence[Mapping[str, Any]], parts: Sequence[Rows], mesh: Mesh, *, samples: int
+) -> tuple[Rollout, Rows]:
+    """The groups of a batch as one rollout, and their rows; sums are taken in the order of the groups.
+
+    Args:
+      facts: fields of the `Rollout` of each group, in the order of the batch.
+      parts: rows of each group.
+      mesh: on which they were written.
+      samples: of a group.
+    """
+    placed = []
+    for place, rows in enumerate(parts):
+        fields = {"group": torch.full_like(rows.batch.group, place)}
+        episode_B = rows.batch.get("episode")
+        if episode_B is not None:
+            fields["episode"] = episode_B + place * samples
+        placed.append(rows.with_fields(**fields))
+    rows = join_rows(placed)
+    units = units_of(rows.batch)
+    if units is not None:
+        rows = rows.with_fields(unit=units.index)
+    columns = {name: [of_group[name] for of_group in facts] for name in facts[0]}
+    done = Rollout(
+        completions=(),
+        lengths=torch.cat(columns["lengths"]),
+        finished=torch.cat(columns["finished"]),
+        score=torch.cat(columns["score"]),
+        scores=torch.cat(columns["scores"]),
+        owner=np.concatenate(columns["owner"]),
+        mesh=mesh,
+        dtype=columns["dtype"][0],
+        failed=None if columns["failed"][0] is None else torch.cat(columns["failed"]),
+        entries=add_totals(*columns["entries"]),
+        episodes=add_totals(*columns["episodes"]),
+    )
+    return done, rows
+
+
+def age_metrics(groups: Sequence[Mapping[int, int]], newest: int) -> dict[str, float]:
+    """Metrics of the ages of a batch's sampled tokens, in versions; none without tokens.
+
+    Args:
+      groups: of each group, version -> tokens that it sampled.
+      newest: version of the weights that train on them.
+    """
+    tokens: collections.Counter[int] = collections.Counter()
+    for group in groups:
+        tokens.update(group)
+    count = sum(tokens.values())
+    if not count:
+        return {}
+    mean = sum((newest - version) * number for version, number in tokens.items()) / count
+    return {"age/mean": mean, "age/max": float(newest - min(tokens))}
 
 
 class SendGroupsRequest(NamedTuple):

@@ -9,14 +9,17 @@ import importlib
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
+import cloudpickle
 import numpy as np
 
 from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict
 from funrl.environments.run import episode_groups
+from funrl.loading import load_files, loaded_files
 from funrl.mesh.mesh import Mesh, single
 from funrl.rewards.call import RewardError
 from funrl.rollout.certificate import greedy_of, greedy_requests
@@ -26,12 +29,20 @@ from funrl.rollout.ray.engine import WeightBucket, pull_weights
 from funrl.rollout.ray.link import GeneratorFacts
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.resident import ResidentEngine
-from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_prompts import GroupWork, group_parts
-from funrl.trainer.placement.written_groups import GroupFields, WrittenGroup, describe_group, further_fields
+from funrl.trainer.placement.messages import (
+    GroupFields,
+    GroupWork,
+    WrittenGroup,
+    describe_group,
+    further_fields,
+    group_parts,
+)
+from funrl.trainer.settings.scorers import SCORERS
+from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import write_group
 from funrl.trainer.sources.heldout import for_heldout
@@ -45,35 +56,59 @@ _T = TypeVar("_T")
 WrittenHeldout = tuple[Rollout, GroupFields] | str  # completions of a prompt and their rows; or the run's problem
 
 
+class SentJob(NamedTuple):
+    """The job of a generator, on its way.
+
+    Attributes:
+      paths: of the imports of the process that trains.
+      files: that it has loaded functions from.
+      job: a pickled `RLJob`.
+    """
+
+    paths: list[str]
+    files: list[str]
+    job: bytes
+
+
 class GeneratorActor:
     """A generator of a run. Ray calls its methods on one event loop, on which the engine steps too.
 
     Example:
-      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(generator_job(job)))
+      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), False)
       name, room = ray.get(actor.describe.remote())
       digests = ray.get(actor.load.remote(exchange, version))
       facts, episodes, *samples = actor.write.options(num_returns=4).remote(work)
     """
 
-    def __init__(self, job: RLJob) -> None:
-        self._job = job
+    def __init__(self, job: SentJob, filters: bool) -> None:
+        """Begin without an engine.
+
+        Args:
+          job: of the run.
+          filters: whether prompts are replaced one by one, so that each group is filtered.
+        """
+        self._sent = job
+        self._filters = filters
         self._notes = ShowBuffer()
         self._workers = contextlib.ExitStack()  # of rewards; they end with this process
         self._stepping: asyncio.Task[None] | None = None
 
     async def describe(self) -> GeneratorFacts:
         """Make the engine, without weights."""
-        job = self._job
+        sys.path += [path for path in self._sent.paths if path not in sys.path]
+        load_files(self._sent.files)
+        self._job = job = cast(RLJob, pickle.loads(self._sent.job))
         pool = self._workers.enter_context(open_rewards(job, 0))
         self._mesh = single("cuda:0" if job.device == "cuda" else "cpu")
         parts = build(job, self._mesh, self._notes.note)
         generator = parts.generator._replace(engine=parts.generator.whole, base=None)  # adapters come merged
+        load_directories(generator.frozen)
         parts = dataclasses.replace(parts, generator=generator, pool=pool)
         self._engine = generator.engine
         generation = generation_of(job, parts, {}, Clock(), self._notes)
         engine = generation.engine._replace(proof=None, note=self._notes.note)
         self._generation = generation._replace(engine=engine)
-        self._resident = ResidentEngine(self._engine)
+        self._resident = ResidentEngine(generator.serving)
         requests = generation.sampling.samples + generation.greedy_baseline
         name = f"{socket.gethostname()}:{os.getpid()}"
         return GeneratorFacts(name, max(1, job.settings.engines.decode_rows // requests))
@@ -94,8 +129,8 @@ class GeneratorActor:
     async def write(self, work: GroupWork) -> tuple[object, ...]:
         """Write and reward a group.
 
-        Returns: facts of the group and whether the filter keeps some of it; the log of its episodes; and the rows of
-          each sample, pickled `GroupFields`, or None where there are none.
+        Returns: facts of the group and whether the filter keeps some of it; the log of its episodes; the rows of each
+          sample, and of a greedy baseline beside them: pickled `GroupFields`, None where there are none.
         """
         generation = self._generation
         samples = generation.sampling.samples
@@ -106,13 +141,14 @@ class GeneratorActor:
             written = await self._beside(asyncio.gather(*writing))
         except (RewardError, RunEndingError) as error:
             group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
-            return (group, True), [], *[None] * samples
+            return (group, True), [], *[None] * (samples + work.baseline)
         group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
         facts = describe_group(generation, written, group)
-        filters = work.place is not None and generation.selection.filter is not None
-        keeps = not filters or bool(filter_samples(generation, written[0].rows, 1).any())
+        keeps = not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
-        return (facts, keeps), episodes, *rows_by_sample(written[0].rows, samples)
+        sizes = [samples, *[1] * (len(written) - 1)]
+        rows = [x for part, size in zip(written, sizes, strict=True) for x in rows_by_sample(part.rows, size)]
+        return (facts, keeps), episodes, *rows
 
     async def write_heldout(self, place: int) -> WrittenHeldout:
         """Write and reward the samples of a held-out prompt."""
@@ -147,12 +183,13 @@ class GeneratorActor:
         return task.result()
 
 
-def generator_job(job: RLJob) -> RLJob:
-    """The job of a run as a generator has it, on one device."""
-    devices = dataclasses.replace(job.settings.devices, place=None, mesh="dp1")
-    settings = dataclasses.replace(job.settings, devices=devices)
+def sent_job(job: RLJob) -> SentJob:
+    """The job of a run as a generator has it: on one device, without models that reward, which are the trainer's."""
+    settings = with_flags(job.settings, place=None, mesh="dp1", **dict.fromkeys(SCORERS))
+    models = {name: model for name, model in job.models.items() if name not in SCORERS}
     sizes = dict.fromkeys(job.sizes, 1)
-    return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes)
+    own = dataclasses.replace(job, settings=settings, models=models, judge=None, sizes=sizes, generate_sizes=sizes)
+    return SentJob(sys.path, loaded_files(), cloudpickle.dumps(own))
 
 
 def samples_of(fields: Any, rows: int) -> np.ndarray:

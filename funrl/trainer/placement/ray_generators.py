@@ -11,10 +11,10 @@ objects and never unpickles rows of others. Its node needs a store of (S + 1) ba
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,100 +24,59 @@ from funrl.environments.logged import LoggedEpisode
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.ray_pool import generators_on_ray
-from funrl.processes.heartbeat import beat, entered, left
+from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit
+from funrl.mesh.pools.placement import generators_on_ray
 from funrl.rewards.call import RewardError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
-from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork
-from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.ray_actor import GeneratorActor, generator_job, rows_of_fields, samples_of
-from funrl.trainer.placement.source import needs_tokens, source_of_generators
-from funrl.trainer.placement.written_groups import WrittenGroup, in_place_of, join_groups, own_fields, split_origins
+from funrl.trainer.placement.generate import write_logged
+from funrl.trainer.placement.groups import GroupGenerators, source_of_generators
+from funrl.trainer.placement.messages import (
+    EpisodesRequest,
+    GroupPrompt,
+    GroupWork,
+    WrittenFiles,
+    WrittenGroup,
+    WrittenRows,
+    baseline_of,
+    in_place_of,
+    join_groups,
+    own_fields,
+    split_origins,
+)
+from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.step_rows import Rows, join_rows, take
-from funrl.trainer.storage.shard_server import CheckpointError
+from funrl.trainer.steps.step_rows import Rows, join_rows, split_rows, take
 
-SIGN_S = 5.0  # between two signs of the first rank to the others, while it waits
 ROWS = "rows"  # topic of the exchange
 
 
-class RayBoard:
-    """The groups of a run on the trainer's first rank, for its link.
-
-    A place keeps its prompt in each attempt, until another prompt refills it.
+class PromptCounter:
+    """Positions of prompts in their order, which the first rank alone takes; in place of a `GroupBoard`.
 
     Attributes:
       replicas: number of replicas by which metrics divide; generators come and go.
-      deliver: receives a group that has ended, as `GeneratorCall.then`.
-
-    Example:
-      board.ask([GroupWork(number=0, place=0, prompt=prompt)])
-      call = board.take(place=0)
-      call.then((facts, True), references, objects)
     """
 
     replicas = 1
 
-    def __init__(self, link: GeneratorLink, samples: int) -> None:
-        """Begin before the first place.
-
-        Args:
-          link: begins calls.
-          samples: of a group.
-        """
-        self.deliver: Callable[[GroupWork, Any, Sequence[Any], Sequence[Any]], None] = lambda *group: None
-        self._link = link
-        self._samples = samples
-        self._prompts = 0  # that were taken
-        self._waiting: dict[int, GroupWork] = {}  # by place
-        self._running: dict[int, GroupWork] = {}
+    def __init__(self) -> None:
+        """Begin with the first prompt."""
+        self._taken = 0
 
     def take_prompt(self, count: int = 1) -> int:
-        """Position of a prompt, where a filter may drop some; see `GroupBoard`."""
-        self._prompts += count
-        return self._prompts - count
-
-    def ask(self, works: Sequence[GroupWork], queue: str) -> None:
-        """Ask for groups; those without a place are written with the newest weights."""
-        del queue
-        with self._link.changed:
-            self._waiting |= {work.place: work for work in works if work.place is not None}
-        self._link.begin([self._call_of(work) for work in works if work.place is None])
-
-    def has(self, place: int) -> bool:
-        """True if a place was asked for and has not ended."""
-        return place in self._waiting or place in self._running
-
-    def take(self, place: int) -> GeneratorCall | None:
-        """The call that writes a place; see `WorkBoard`."""
-        work = self._waiting.pop(place, None)
-        if work is None:
-            return None
-        self._running[place] = work
-        return self._call_of(work)
-
-    def put_back(self, places: Sequence[int]) -> None:
-        """Keep places for another generator; see `WorkBoard`."""
-        self._waiting |= {place: self._running.pop(place) for place in places}
-
-    def _call_of(self, work: GroupWork) -> GeneratorCall:
-        def ended(value: Any, references: Sequence[Any], objects: Sequence[Any]) -> None:
-            if work.place is not None:
-                del self._running[work.place]
-            self.deliver(work, value, references, objects)
-
-        return GeneratorCall("write", (work,), ended, objects=1 + self._samples)
+        """Position of the first of some prompts, which are taken."""
+        self._taken += count
+        return self._taken - count
 
 
 class RayGenerators(GroupGenerators):
@@ -132,20 +91,19 @@ class RayGenerators(GroupGenerators):
           generation: of the trainer ranks.
           show: receives remarks.
         """
-        rule = ledger_rule(job, generation)
-        super().__init__(engine, show, rule=rule, generation=generation, early=needs_tokens(job, generation))
+        super().__init__(job, engine, generation, show)
         self._generation = generation
         self._ray = engine.ray
         self._exchange = engine.exchange
         self._notes: list[str] = []
         self._replaced: dict[int, WrittenGroup] = {}  # by place, which other prompts refill
-        self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of samples
+        self._rows: dict[int, WrittenRows] = {}  # of groups and of greedy baselines, by their numbers
+        self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of their samples
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
-        self._link = GeneratorLink(_request(job, engine), self._exchange, self._notes.append)
-        self._board = RayBoard(self._link, self._samples)
-        self._board.deliver = self._keep
-        self._link.board = self._board
-        engine.complete = self._greedy
+        filters = self._rule.prompts > 1 and not self._rule.rounds
+        self._link = GeneratorLink(_request(job, engine, filters), self._exchange, self._notes.append)
+        self._board = PromptCounter()
+        engine.complete = self._complete_greedily
         engine.wait_for_digests = self._wait_for_digests
         if self.mesh.rank == 0:
             engine.publish = self._link.publish
@@ -156,8 +114,8 @@ class RayGenerators(GroupGenerators):
         """Rows of a step; see `GroupGenerators`. Collective."""
         with self._link.changed:
             for number in self._released:
-                self._objects.pop(number, None)
-                self._logged.pop(number, None)
+                for kept in (self._rows, self._objects, self._logged):
+                    kept.pop(number, None)
         self._released.clear()
         self._unlogged.clear()
         if self.mesh.rank == 0:
@@ -172,24 +130,9 @@ class RayGenerators(GroupGenerators):
             self._link.batches[self.engine.version or 0] = step - 1
         self._link.wake()
 
-    def write_episodes(self, folder: Path) -> int:
-        """Write the episodes of the newest step on the first rank; see `GroupGenerators`. Collective."""
-        episodes = [
-            logged._replace(number=place * samples + logged.number)
-            for numbers, samples in self._rounds
-            for place, number in enumerate(numbers)
-            for logged in self._logged.get(number, ())
-        ]
-        nbytes = 0
-        problem = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            nbytes = write_episodes(folder, episodes, Mesh())
-        except OSError as error:
-            problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
-        if problem := from_first_rank(problem, self.mesh):
-            raise CheckpointError(problem)
-        return nbytes
+    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
+        """Write episodes on the first rank; see `GroupGenerators`. Collective."""
+        return from_first_rank(write_logged(request, self._logged, Mesh()), self.mesh)
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
@@ -214,7 +157,17 @@ class RayGenerators(GroupGenerators):
 
     def _begin_places(self, ledger: Ledger) -> list[int]:
         """The places that may begin and were not asked for; the link begins them in the ledger."""
-        return [place for place in ledger.next_places(ledger.version, ledger.until) if not self._board.has(place)]
+        return [place for place in ledger.next_places(ledger.version, ledger.until) if place not in self._link.asked]
+
+    def _ask(self, works: Sequence[GroupWork], queue: str = "") -> None:
+        """Ask for groups; those without a place are written with the newest weights."""
+        del queue
+
+        def call(work: GroupWork) -> GeneratorCall:
+            keep = functools.partial(self._keep, work)
+            return GeneratorCall("write", (work,), keep, objects=1 + self._samples + work.baseline, place=work.place)
+
+        self._link.begin([call(work) for work in works])
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Groups that have ended; see `GroupGenerators`. Collective."""
@@ -222,41 +175,37 @@ class RayGenerators(GroupGenerators):
         if groups is not None and self.mesh.world > 1:
             references = {
                 (number, sample): [reference]
-                for number in groups
+                for group in groups
+                for number in (group, baseline_of(group))
                 for sample, reference in enumerate(self._objects.get(number, ((), ()))[0])
             }
             self._ray.get(self._exchange.post.remote((ROWS, self.step), references))
-        return from_first_rank(groups, self.mesh)
+        groups = from_first_rank(groups, self.mesh)
+        for number, group in groups.items():
+            parts = {number: group.written, baseline_of(number): group.baseline}
+            self._rows |= {part: rows for part, rows in parts.items() if rows is not None}
+        return groups
 
-    def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
-        """Wait until `look` gives a result on the first rank, under the lock; None on the others. Collective.
+    def _look(self, look: Callable[[], Any], limit: ProgressLimit) -> Any:
+        """The result of `look`, under the lock; None: it has given none for some seconds.
 
         Raises:
           Exception: whatever ends the run, such as ClusterError.
         """
-        entered(name)
+        del limit  # the link has its own
+        deadline = time.monotonic() + PROGRESS_S
         result = None
-        while True:
-            if self.mesh.rank == 0:
-                try:
-                    with self._link.changed:
-                        result = self._look(look)
-                finally:
-                    while self._notes:
-                        self.show.note(self._notes.pop(0))
-            if from_first_rank(result is not None, self.mesh):
-                break
-            beat()
-        left()
+        try:
+            with self._link.changed:
+                self._link.check()
+                while (result := look()) is None and not self._notes:
+                    if not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
+                        break
+                    self._link.check()
+        finally:
+            while self._notes:
+                self.show.note(self._notes.pop(0))
         return result
-
-    def _look(self, look: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + SIGN_S
-        while True:
-            self._link.check()
-            result = look()
-            if result is not None or self._notes or not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
-                return result
 
     def _keep(self, work: GroupWork, value: tuple[WrittenGroup, bool], references: Any, objects: Any) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
@@ -270,7 +219,9 @@ class RayGenerators(GroupGenerators):
                 return
         self._written[work.number] = group
         self._logged[work.number] = objects[0]
-        self._objects[work.number] = references[1:], objects[1:]
+        end = 1 + self._samples
+        self._objects[work.number] = references[1:end], objects[1:end]
+        self._objects[baseline_of(work.number)] = references[end:], objects[end:]
 
     def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
         """Fields of the rows that this rank trains, from the object store; see `GroupGenerators`."""
@@ -279,7 +230,7 @@ class RayGenerators(GroupGenerators):
             return own_fields(rows.batch)[0]
         places = []
         for number, own in split_origins(origins):
-            written = self._groups[number].rows
+            written = self._rows[number]
             sample_B = samples_of(written.fields, len(written.owner))
             places += [((number, int(sample_B[row])), int((sample_B[:row] == sample_B[row]).sum())) for row in own]
         keys = list(dict.fromkeys(key for key, _ in places))
@@ -319,7 +270,7 @@ class RayGenerators(GroupGenerators):
         look = lambda: [values[i] for i in range(len(arguments))] if len(values) == len(arguments) else None  # noqa: E731
         return lambda name: self._awaited_by(look, name) or []
 
-    def _greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+    def _complete_greedily(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         results = self._begin("greedy", [(prompts, new_tokens)])("the generators' probe")
         tokens_BS, logp_BS, spread = from_first_rank(results[0] if results else None, self.mesh)
         return Greedy(tokens_BS.to(self.mesh.device), logp_BS.to(self.mesh.device), spread)
@@ -331,24 +282,34 @@ class RayGenerators(GroupGenerators):
           RewardError: a reward function or the environment has failed; on every rank.
         """
         written = wait(f"the generators' evaluation after step {step}")
-        problem: str | None = next((x for x in written if isinstance(x, str)), None)
-        metrics = None if problem is not None or self.mesh.rank else self._heldout_metrics(written, step)
-        metrics, problem = from_first_rank((metrics, problem), self.mesh)
+        problem = from_first_rank(next((x for x in written if isinstance(x, str)), None), self.mesh)
         if problem is not None:
             raise RewardError(problem)
-        return metrics
-
-    def _heldout_metrics(self, written: Sequence[Any], step: int) -> dict[str, float]:
-        alone = Mesh(device=self.mesh.device)
         generation = for_heldout(self._generation)
-        generation = generation._replace(engine=generation.engine._replace(mesh=alone))
-        samples = generation.evaluation.sampling.samples
-        facts = [done._asdict() for done, _ in written]
-        done, rows = join_groups(facts, [rows_of_fields(x, alone) for _, x in written], alone, samples=samples)
-        completions = [
-            x._replace(number=place * samples + x.number) for place, of in enumerate(facts) for x in of["completions"]
-        ]
-        return heldout_metrics(generation, done._replace(completions=completions), rows, self.show, step)
+        if generation.rewards.rescore is not None:
+            written = from_first_rank(written, self.mesh)
+        metrics = None
+        if written:
+            alone = Mesh(device=self.mesh.device)
+            generation = generation._replace(engine=generation.engine._replace(mesh=alone))
+            heldout, sampling, *_ = generation.evaluation
+            facts = [done._asdict() for done, _ in written]
+            parts = [rows_of_fields(x, alone) for _, x in written]
+            done, rows = join_groups(facts, parts, alone, samples=sampling.samples)
+            if generation.rewards.rescore is not None:
+                ranks = self.mesh.size(self.mesh.row_axes)
+                shares = split_rows(rows.batch, np.arange(len(rows.owner)) * ranks // len(rows.owner), self.mesh)
+                scored = generation.rewards.rescore(shares, heldout, "eval").batch
+                rows = rows.with_fields(score=scored.score, scores=scored.scores)
+            completions = [
+                x._replace(number=place * sampling.samples + x.number)
+                for place, of in enumerate(facts)
+                for x in of["completions"]
+            ]
+            done = done._replace(completions=completions)
+            if self.mesh.rank == 0:
+                metrics = heldout_metrics(generation, done, rows, self.show, step)
+        return from_first_rank(metrics, self.mesh)
 
 
 def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
@@ -361,17 +322,17 @@ def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: 
     return source_of_generators(job, generation, generators, clock, show)
 
 
-def _request(job: RLJob, engine: RayEngine) -> ActorRequest:
-    """Actors of a run."""
+def _request(job: RLJob, engine: RayEngine, filters: bool) -> ActorRequest:
+    """Actors of a run; `filters` as of a `GeneratorActor`."""
     bounds = generators_on_ray(job.settings.devices.place)
     assert bounds is not None
     ray = engine.ray
     resource = "GPU" if job.device == "cuda" else "CPU"
     amount = {"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}
-    own = None if engine.mesh.rank else ray.put(generator_job(job))
+    own = None if engine.mesh.rank else ray.put(sent_job(job))
 
     def start() -> Any:
         actor = ray.remote(GeneratorActor).options(**amount, max_concurrency=1 << 16)
-        return actor.remote(own)
+        return actor.remote(own, filters)
 
     return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)

@@ -11,7 +11,7 @@ from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parse_fields
 from funrl.data.order import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
-from funrl.environments.agents import parse_agents
+from funrl.environments.agents import AgentMap, parse_agents
 from funrl.loading import locate
 from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
@@ -278,11 +278,10 @@ def check_run_length(s: Settings) -> None:
         raise s.refusal(f"{{minibatches}}: --batch_prompts x --samples_per_prompt is {rows}; give --minibatches={rows}")
 
 
-def has_further_agents(s: Settings) -> bool:
-    """True if --agents names models besides the policy. Raises: SettingsError, it cannot be read."""
+def agents_of(s: Settings) -> AgentMap:
+    """The agents that --agents names. Raises: SettingsError, it cannot be read."""
     with blaming(f"agents={s.environments.agents}"):
-        agents = parse_agents(s.environments.agents)
-    return bool(agents.frozen or agents.policies)
+        return parse_agents(s.environments.agents)
 
 
 def check_placement(s: Settings) -> None:
@@ -306,15 +305,17 @@ def check_placement(s: Settings) -> None:
 
 def _check_ray(s: Settings) -> None:
     """Refuse flags that do not go with generators on Ray. Raises: SettingsError."""
-    scorers = scorers_of(s)
+    agents = agents_of(s)
+    selves = any(model.directory is None for model in agents.frozen.values())
     problems = {
         "engine": (not s.engines.abilities.own_steps, "generators on Ray have the native engine"),
-        "agents": (has_further_agents(s), "generators on Ray have the policy's weights alone"),
-        scorers[0] if scorers else "judge": (bool(scorers), "no model rewards what generators on Ray write"),
+        "agents": (selves or bool(agents.policies), "generators on Ray get one policy's weights, of now"),
     }
     for name, (given, problem) in problems.items():
         if given:
             raise s.refusal(f"{{{name}}} with {{place}}: {problem}; leave it out, or give generator ranks: generate:2")
+    if not s.estimate.dry_run and importlib.util.find_spec("ray") is None:
+        raise s.refusal("{place}: ray is not installed; pip install 'funrl[ray]'")
 
 
 def check_mesh_flags(s: Settings) -> None:
@@ -365,7 +366,8 @@ def check_outputs(s: Settings) -> None:
 
 def check_agents(s: Settings) -> None:
     """Refuse flags that do not go with several models, or with episodes across steps. Raises: SettingsError."""
-    further = has_further_agents(s)
+    agents = agents_of(s)
+    further = bool(agents.frozen or agents.policies)
     if further and not s.engines.abilities.several_models:
         engines = engines_that("several_models")
         raise s.refusal(f"{{agents}} with {{engine}}: further models are served by --engine={engines}; give that one")

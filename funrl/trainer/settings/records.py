@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from funrl import seeds
-from funrl.mesh.pools.placement import Placement, RankPool, read_placement
-from funrl.mesh.pools.ray_pool import GeneratorBounds, generators_on_ray, training_sizes
+from funrl.mesh.pools.placement import (
+    GeneratorBounds,
+    Placement,
+    RankPool,
+    generators_on_ray,
+    read_placement,
+    training_sizes,
+)
 from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, parse, read_mesh, wanted_devices
 from funrl.rewards.named import VERIFIERS
 from funrl.role_kinds import ROLES

@@ -56,7 +56,7 @@ class RowsRequest(NamedTuple):
 
 
 class RowsAnswer(NamedTuple):
-    """What a role has computed.
+    """Fields that a role has computed.
 
     Attributes:
       owner: [B] the rank of the role that has each row, by its index over the row axes of its mesh.

@@ -15,7 +15,7 @@ from funrl.models.lora import on_base
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.role_kinds import BASE
 from funrl.rollout.certificate import certify, compare_weights, sync_digests
-from funrl.rollout.remote.engine import FurtherWeights, RemoteEngine
+from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import AdaptedBase, GeneratingParts, Parts
@@ -61,19 +61,22 @@ def _send_in_background(
     """Start sending policy weights, and earlier selves whose version is stale in the engine."""
     generator = parts.generator
 
-    def sent(name: str, own: trees.Tree, merge: bool = True) -> SentWeights:
+    def sent(name: str, own: trees.Tree, version: int, merge: bool = True) -> SentWeights:
         role = parts.roles[name]
         policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
-        return SentWeights(policy.tree(), generator.to_whole if merge else generator.to_engine)
+        return SentWeights(policy.tree(), generator.to_whole if merge else generator.to_engine, version)
 
     version = state.version + 1
-    others = [(name, sent(name, state.roles[name].params), version) for name in generator.policies]
+    own = state.roles[parts.main_role].params
+    models = {"": sent(parts.main_role, own, version, merge=generator.base is None)}
+    models |= {name: sent(name, state.roles[name].params, version) for name in generator.policies}
     for name, earlier in state.earlier.items():
         if generator.further[name].version != earlier.step:
-            others.append((name, sent(parts.main_role, earlier.params), earlier.step))
-    further = [FurtherWeights(cast(RemoteEngine, generator.further[name]), v, own) for name, own, v in others]
-    own = state.roles[parts.main_role].params
-    engine.send(sent(parts.main_role, own, merge=generator.base is None), version, further)
+            models[name] = sent(parts.main_role, earlier.params, earlier.step)
+    engine.send(models)
+    for name, weights in models.items():
+        if name:
+            cast(RemoteEngine, generator.further[name]).version = weights.version
 
 
 def _base_for_engine(
