@@ -144,7 +144,7 @@ def adamw_leaves(
 
 
 def _kinds(pair: tuple[AdamLeaf, float]) -> tuple[object, ...]:
-    """What leaves that share a launch have in common: dtypes, and whether their numbers are read some at a time."""
+    """Key of the leaves that share a launch: dtypes, and whether numbers are read several at a time."""
     return (_is_aligned(pair[0]), *(str(x.dtype) for x in pair[0]))
 
 
