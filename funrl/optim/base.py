@@ -83,6 +83,11 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
             norm = None
         return grads, after
 
+    factor_of = steps[0].factor if len(steps) == 2 else None
+    last = steps[-1].in_place if steps else None
+    if factor_of is None or last is None:
+        return Transformation(name, init, update)
+
     def in_place(
         grads: trees.Tree,
         state: trees.Tree,
@@ -93,12 +98,9 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
     ) -> trees.Tree:
         if factor is not None:
             scale_(grads, factor)
-        factor = scaling.factor(grads, norm)
-        return state | {keys[-1]: last.in_place(grads, state[keys[-1]], params, factor=factor)}
+        return state | {keys[-1]: last(grads, state[keys[-1]], params, factor=factor_of(grads, norm))}
 
-    scaling, last = steps[0], steps[-1]
-    joined = len(steps) == 2 and scaling.factor is not None and last.in_place is not None
-    return Transformation(name, init, update, in_place=in_place if joined else None)
+    return Transformation(name, init, update, in_place=in_place)
 
 
 def stateful(

@@ -70,6 +70,10 @@ def masked(inner: Transformation, mask: Mask) -> Transformation:
         updates, state = inner.update(_part(grads, chosen), state, _part(params, chosen))
         return _join(grads, updates), state
 
+    learn_in_place = inner.in_place
+    if learn_in_place is None:
+        return Transformation(inner.name, init, update)
+
     def in_place(
         grads: trees.Tree,
         state: object,
@@ -83,9 +87,9 @@ def masked(inner: Transformation, mask: Mask) -> Transformation:
         passed = _part(grads, others)
         if trees.leaves(passed):
             apply_updates_(_part(params, others), passed if factor is None else scale_(passed, factor))
-        return inner.in_place(_part(grads, chosen), state, _part(params, chosen), factor=factor)
+        return learn_in_place(_part(grads, chosen), state, _part(params, chosen), factor=factor)
 
-    return Transformation(inner.name, init, update, in_place=None if inner.in_place is None else in_place)
+    return Transformation(inner.name, init, update, in_place=in_place)
 
 
 def _part(tree: trees.Tree, chosen: trees.Tree) -> trees.Tree:
