@@ -230,9 +230,11 @@ class GroupGenerators:
         if self.ledger is not None:
             if self._rule.scores:
                 self.ledger.score(self._places_of(self._lost))
-            if self.ledger.take() is None:
+            taken = self.ledger.take()
+            if taken is None:
                 raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
-            self._numbers = {place: n for place, n in self._numbers.items() if place in self.ledger.places}
+            for place in taken:
+                del self._numbers[place]
             overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
             self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
             events = ("begun", "lost", "refilled", "taken")
