@@ -72,7 +72,6 @@ AHEAD = SMALL | {
     "save_every": "2",
     "save_rollouts": 1,
     "freeze": "none",
-    "reward_workers": 0,
 }
 STALE = {"place": "train:dp1 generate:dp1", "staleness": 2}
 
@@ -113,6 +112,7 @@ def texts(files):
 
 @pytest.mark.slow
 def test_a_run_written_ahead_is_repeated_with_the_same_bits(files, tmp_path):
+    files = files | {"reward_workers": 0}
     job = prepare(settings_of(**AHEAD | files | STALE), rollout_is)
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
     assert error is None
