@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -70,7 +69,7 @@ def flash_kernel(capped: bool = False, head: int = 64) -> Kernel:
       capped: whether logits are capped, which needs the kernel of flash-attn-4 or flash-attn.
       head: numbers of a head.
     """
-    kernel = _flash_attn_4(head)
+    kernel = _flash_attn_4(head, capped)
     faster = None
     if kernel is None:
         faster = faster_attention()
@@ -104,9 +103,11 @@ def _takes_flash_4() -> bool:
     return torch.cuda.get_device_capability()[0] in _FASTER
 
 
-def _flash_attn_4(head: int) -> Kernel | None:
-    """FlashAttention-4; None: it is not installed, not for this GPU or size of head, or wrong in a small call."""
-    if not _takes_flash_4() or head % 8 or (torch.cuda.get_device_capability()[0] == 10 and 128 < head < FLASH_HEAD):
+def _flash_attn_4(head: int, capped: bool = False) -> Kernel | None:
+    """FlashAttention-4; None: it is not installed, not for this GPU, head and cap, or wrong in small calls."""
+    if not _takes_flash_4() or head % 8:
+        return None
+    if torch.cuda.get_device_capability()[0] == 10 and (128 < head < FLASH_HEAD or (capped and head == FLASH_HEAD)):
         return None
     try:
         interface = importlib.import_module("flash_attn.cute.interface")
@@ -115,7 +116,8 @@ def _flash_attn_4(head: int) -> Kernel | None:
         return None
     forward = functools.partial(_flash_4_forward, interface)
     kernel = Kernel("flash-attn-4", True, forward, functools.partial(_flash_4_backward, interface))
-    if (problem := _problem(kernel, head)) is None:
+    problems = (_problem(kernel, head, window, 2.0 if capped else 0.0) for window in (0, 16))
+    if (problem := next(filter(None, problems), None)) is None:
         return kernel
     log.warning("flash-attn-4 does not compute attention here: %s", problem)
     return None
@@ -123,35 +125,44 @@ def _flash_attn_4(head: int) -> Kernel | None:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _problem(kernel: Kernel, head: int) -> str | None:
+def _problem(kernel: Kernel, head: int, window: int, cap: float) -> str | None:
     """Reason why a kernel does not compute attention over two segments; None: it does.
 
     It may be called while a graph is traced, so modes such as that of fake tensors are left for the time.
     """
     with _disable_current_modes():
-        return _difference(kernel, head)
+        return _difference(kernel, head, window, cap)
 
 
-def _difference(kernel: Kernel, head: int) -> str | None:
+def _difference(kernel: Kernel, head: int, window: int, cap: float) -> str | None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(200, heads, head, generator=generator) for heads in (4, 2, 2, 4))
     inputs = [x.bfloat16().to(_PROBED) for x in (q, k, v, d_out)]
     *wide, d_wide = (x.float().requires_grad_() for x in inputs)
     offsets = torch.tensor([0, 60, 190], dtype=torch.int32, device=_PROBED)
-    segments = []
-    for part in (slice(0, 60), slice(60, 190)):
-        q, k, v = (x[part].transpose(0, 1) for x in wide)
-        segments.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
-    expected = torch.cat(segments, 1).transpose(0, 1)
+    segments = (slice(60), slice(60, 190))
+    expected = torch.cat([_by_matrix(*(x[part] for x in wide), window=window, cap=cap) for part in segments])
     gradients = torch.autograd.grad(expected, wide, d_wide[:190])
+    scale = head**-0.5
     try:
-        out, lse, seed = kernel.forward(*inputs[:3], offsets, 130, 0)
-        computed = kernel.backward(inputs[3], *inputs[:3], out, lse, offsets, 130, 0, seed)
+        out, lse, seed = kernel.forward(*inputs[:3], offsets, 130, window, scale, cap)
+        computed = kernel.backward(inputs[3], *inputs[:3], out, lse, offsets, 130, window, seed, scale, cap)
     except Exception as problem:  # a compiler's errors share no type
         return str(problem).partition("\n")[0]
     pairs = zip((out, *computed), (expected, *gradients), strict=True)
-    error = max((x[:190] - y[:190]).abs().max().item() for x, y in pairs)
+    error = torch.stack([(x[:190] - y[:190]).abs().max() for x, y in pairs]).max().item()
     return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
+
+
+def _by_matrix(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, *, window: int, cap: float) -> Tensor:
+    """Attention of one segment by a whole matrix of weights."""
+    groups = q_THN.shape[1] // k_TKN.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (k_TKN, v_TKN))
+    logits_HTT = torch.einsum("thn,shn->hts", q_THN, keys) * q_THN.shape[-1] ** -0.5
+    logits_HTT = cap * torch.tanh(logits_HTT / cap) if cap else logits_HTT
+    seen_TT = torch.ones_like(logits_HTT[0], dtype=torch.bool).tril()
+    seen_TT = seen_TT.triu(1 - window) if window else seen_TT
+    return torch.einsum("hts,shn->thn", logits_HTT.masked_fill(~seen_TT, -torch.inf).softmax(-1), values)
 
 
 def _flash_attn() -> Kernel | None:

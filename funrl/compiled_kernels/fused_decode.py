@@ -63,7 +63,7 @@ class FusedDecoder:
         """
         self._sizes = sizes
         self._layers = [_stack_layer(layer) for layer in params["layers"]]
-        self._embed_VD: Tensor = params["embed"].detach()
+        self._embed_VD: Tensor = params["embed"].detach().contiguous()
         self._norm_D: Tensor = params["norm"].detach()
         theta, scaling = sizes.rope_theta, sizes.rope_scaling
         wide = torch.promote_types(self._embed_VD.dtype, torch.float32)
@@ -129,7 +129,7 @@ def _stack_layer(layer: Mapping[str, Any]) -> LayerWeights:
         o_bias=vectors.get("o_bias"),
         mlp_norm=layer["mlp_norm"].detach(),
         gate_up=_stack(mlp, GATE_UP, inner).T,
-        down=mlp["down"].detach().T,
+        down=mlp["down"].detach().contiguous().T,
     )
 
 

@@ -164,21 +164,30 @@ def kernel_takes(grads: Sequence[Tensor], leaves: Sequence[list]) -> bool:
 
 
 def adamw_error(device: str) -> float:
-    """Largest error of a small update by the kernel, on a device."""
+    """Largest error of small updates by the kernel, on a device: of whole vectors and others, in two dtypes at once."""
     generator = torch.Generator().manual_seed(0)
-    grad, mu, nu, param = (torch.randn(70, generator=generator, dtype=torch.float64) for _ in range(4))
-    nu = nu.square()
-    columns = [[x.float().to(device)] for x in (grad, mu, nu, param)]
+    sizes = 70, 4096, 48
+    grads, mus, nus, params = (
+        [torch.randn(n, generator=generator, dtype=torch.float64) for n in sizes] for _ in range(4)
+    )
+    grads[2] = grads[2].bfloat16().double()
+    nus = [x.square() for x in nus]
+    columns = [[x.float().to(device) for x in column] for column in (grads, mus, nus, params)]
+    columns[0][2] = columns[0][2].bfloat16()
+    decays = [0.1, 0.0, 0.1]
     numbers = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.02, dtype=torch.float64)
-    update_by_torch([[grad], [mu], [nu], [param], [0.1]], AdamStep(*numbers, rate=0.5, betas=(0.9, 0.99), eps=1e-3))
+    update_by_torch([grads, mus, nus, params, decays], AdamStep(*numbers, rate=0.5, betas=(0.9, 0.99), eps=1e-3))
     step = AdamStep(*(x.to(device) for x in numbers), rate=0.5, betas=(0.9, 0.99), eps=1e-3)
-    applied = [[x[0].clone()] for x in columns]
-    update_by_kernel([*columns, [0.1]], columns[0], step)
-    applied[0][0] *= 4
-    update_by_kernel([*applied, [0.1]], None, step._replace(factor=torch.tensor(0.25, device=device)))
-    pairs = [(column[0], x) for column, x in zip(columns, (grad, mu, nu, param), strict=True)]
-    pairs += [(column[0], x) for column, x in zip(applied[1:], (mu, nu, param + grad), strict=True)]
-    return largest_error(pairs)
+    applied = [[x.clone() for x in column] for column in columns]
+    updates = [torch.empty_like(x) for x in columns[2]]
+    update_by_kernel([*columns, decays], updates, step)
+    for grad in applied[0]:
+        grad *= 4
+    update_by_kernel([*applied, decays], None, step._replace(factor=torch.tensor(0.25, device=device)))
+    after = [param + update for param, update in zip(params, grads, strict=True)]
+    expected = [*grads, *mus, *nus, *mus, *nus, *after]
+    computed = [*updates, *columns[1], *columns[2], *applied[1], *applied[2], *applied[3]]
+    return largest_error(zip(computed, expected, strict=True))
 
 
 def _groups(columns: Sequence[list]) -> Iterator[list[list]]:

@@ -98,7 +98,7 @@ def test_an_environment_by_name():
         ({"reward": talk}, "a reward function with --env=Twice: the environment rewards its episodes"),
         ({"reward": "math"}, "--reward=math with --env=Twice: the environment rewards its episodes"),
         ({"judge": "DIR"}, "--judge=DIR with --env=Twice: a judge reads single completions"),
-        ({"new_tokens_per_step": 999}, "--new_tokens_per_step=999 does nothing without rows of more tokens"),
+        ({"new_tokens_per_step": 999}, "--new_tokens_per_step=999: a row has "),
         ({"prompts": None, "chat_template": None}, "--env=Twice needs --prompts"),
         ({"recipe": "online_dpo"}, "the algorithm compares two completions"),
         ({"recipe": "sft"}, "env=Twice does nothing: the recipe learns from texts"),

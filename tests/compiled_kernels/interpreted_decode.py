@@ -8,6 +8,7 @@ import torch
 from funrl.compiled_kernels import fused_decode as fused
 from funrl.compiled_kernels.decode_slots import ENDED, GROUP, LENGTH, LIMIT, PROMPT, SEED, STOP, SlotState
 from funrl.compiled_kernels.decode_step import StepSizes
+from funrl.compiled_kernels.exact import registration
 from funrl.compiled_kernels.gpu_kernels import decode_kernels
 from funrl.compiled_kernels.rotary import frequencies
 from funrl.rollout.native.device.row_sampler import row_sampler_error, sample_next_tokens
@@ -196,8 +197,13 @@ def logits_that_are_not_finite_give_nan():
 
 
 def trials_find_no_problem():
-    assert fused.fused_decode_error("cpu") < 1e-4
-    assert row_sampler_error("cpu") < 1e-4
+    """As on a GPU: by torch's own calls of operators, which refuse results that share memory."""
+    is_plain, registration.is_plain = registration.is_plain, lambda *_: False
+    try:
+        assert fused.fused_decode_error("cpu") < 1e-4
+        assert row_sampler_error("cpu") < 1e-4
+    finally:
+        registration.is_plain = is_plain
 
 
 def whole_passes_equal_the_references():

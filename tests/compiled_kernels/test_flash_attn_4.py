@@ -179,3 +179,24 @@ def test_the_package_compiles_the_calls_for_hopper(window, cap, head, monkeypatc
         grads = kernel.backward(interface, out, q, k, k, out, lse, offsets, 512, window, seed, 0.0, cap)
     assert out.shape == q.shape and lse.shape == (16, 1024)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_a_cap_with_the_largest_heads_is_not_its_on_blackwell(on_hopper):
+    """Its backward pass there refuses both together."""
+    on_hopper.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert flash._flash_attn_4(256) is not None and flash._flash_attn_4(256, True) is None
+    assert flash._flash_attn_4(128, True) is not None
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_gradients_that_are_no_numbers_are_not_used(part, on_hopper):
+    right = fake_interface()
+
+    def backward(*given, **named):
+        grads = list(right._flash_attn_bwd(*given, **named))
+        grads[part] = grads[part] * torch.nan
+        return grads
+
+    faulty = types.SimpleNamespace(_flash_attn_fwd=right._flash_attn_fwd, _flash_attn_bwd=backward)
+    on_hopper.setitem(sys.modules, "flash_attn.cute.interface", faulty)
+    assert flash._flash_attn_4(64) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_waits import no_waits
 from selection import quick
-from small_engines import CONFIGS, NO_PACKING, SMALL, assert_same, engine_of
+from small_engines import CONFIGS, NO_PACKING, PROMPTS, SMALL, assert_same, completed, engine_of, weights
 from test_engine_families import CONFIGS as FAMILIES
 from test_engine_families import EXPERTS
 from test_static_decode import KINDS, PAGES, decoder_on
@@ -211,3 +211,16 @@ def test_padding_writes_to_the_spare_page_alone():
     assert written == used | {len(keys) - 1}
     counts = sorted(int((keys[page] != 0).any(-1).any(-1).sum()) for page in used)
     assert counts == [3, 4, 16]
+
+
+def test_padding_reads_a_page_of_the_cache_after_it_has_shrunk(monkeypatch):
+    """A pass with prompts writes the spare page's number; a later, smaller cache has another one."""
+    config = CONFIGS["llama"]
+    engine, plain = (engine_of(config, torch.float64, packed=False, static=static) for static in (True, False))
+    completed(engine, [list(range(1, 30))] * 9, Sampling(max_new_tokens=60))
+    pages = engine._sizes.pages
+    engine.load(engine.weights.named(weights(config, torch.float64)), 8)
+    monkeypatch.setattr(static_decode, "MIXED_TOKENS", (1,))  # prompts in passes of their own shapes
+    sampling = Sampling(max_new_tokens=5)
+    assert_same(completed(engine, PROMPTS[:5], sampling), completed(plain, PROMPTS[:5], sampling), 1e-12)
+    assert engine._sizes.pages < pages

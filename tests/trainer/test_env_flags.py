@@ -212,7 +212,7 @@ def test_workers_of_an_environment_change_no_bit(files, mesh):
         ({"env": "own.py:Turns", "reward": "math"}, "the environment rewards its episodes"),
         (
             {"env": "own.py:Turns", "new_tokens_per_step": 8, "episode_turns": 2},
-            "--new_tokens_per_step=8 does nothing without rows of more tokens",
+            "--new_tokens_per_step=8: a row has 8 new tokens at most",
         ),
         (
             {"env": "own.py:Turns", "kv_cache_gb": 1e-4, "episode_turns": 64},

@@ -200,7 +200,7 @@ def launch_block_sums(logits_RV: Tensor, options: SamplerOptions) -> tuple[Tenso
     tops = logits_RV.new_empty(R, count)
     tempered = _is_tempered(options)
     raw = torch.empty(R, count, dtype=torch.float64, device=logits_RV.device)
-    sums = torch.empty_like(raw) if tempered else raw
+    sums = torch.empty_like(raw)  # not read unless tempered; an operator may not return one tensor twice
     given = logits_RV, tops, sums, raw, V, count, options.temperature
     constants = {"blocks": _BLOCKS, "block": VOCAB_BLOCK, "tempered": tempered}
     launch_kernel(_block_sums, (R, triton.cdiv(count, _BLOCKS)), given, constants)

@@ -21,7 +21,7 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.processes.heartbeat import beat, beats, entered, left
 
 VALUE_BYTES = 4 << 20  # bytes of a value of the store, which takes 8 MB at once
-KEPT_REQUESTS = 8  # that stay in the store, with their answers, for ranks that have not seen them yet
+KEPT_REQUESTS = 64  # that stay in the store, with their answers, for ranks that have not seen them yet
 SHORTEST_S = 0.0005  # between two looks at the store
 LONGEST_S = 0.02
 STORE_S = 0.0002  # for each waiting rank, so that all of them ask the store a few thousand times a second
@@ -49,7 +49,7 @@ class Requests:
 
         Args:
           mesh: of the asking ranks; this process is one of them.
-          pool: name of the answering ranks, and of the asking ones where several ask these.
+          pool: name of the answering ranks.
         """
         self.mesh = mesh
         self.pool = pool

@@ -176,7 +176,7 @@ class WeightReceiver:
         further: WeightForm,
         group: TransferGroup = None,
     ) -> None:
-        """Begin before the first transfer; `start` begins to receive.
+        """Begin before the first transfer; `receiving` begins to receive.
 
         Args:
           mesh: of the generator ranks.

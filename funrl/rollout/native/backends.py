@@ -113,7 +113,7 @@ class TorchBackend:
         """
         if NO_ADAPTER not in self._fixed:
             self.drop()
-            self.load(trees.map(torch.clone, params))
+            self.load(trees.map(_own_copy, params))
             self._fixed.add(NO_ADAPTER)
             return False
         held = self._params, self._unembed_VD  # stacked weights of fused kernels are the memory of these
@@ -128,7 +128,7 @@ class TorchBackend:
         held = self._adapters.get(number)
         forms = [x and (x.scale, [(name, y.shape) for name, y in trees.named(x.factors)]) for x in (held, adapter)]
         if held is None or number not in self._fixed or forms[0] != forms[1]:
-            self.load_adapter(number, Adapter(trees.map(torch.clone, adapter.factors), adapter.scale))
+            self.load_adapter(number, Adapter(trees.map(_own_copy, adapter.factors), adapter.scale))
             self._fixed.add(number)
             return False
         _copy_into(held.factors, adapter.factors)
@@ -311,6 +311,10 @@ class TorchBackend:
             parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
+
+
+def _own_copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _copy_into(held: trees.Tree, new: trees.Tree) -> None:

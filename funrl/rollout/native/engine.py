@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -144,11 +145,13 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        static = self._keep_captured()
+        static = self._keep_captured(trees.nbytes(self._static.weights) if self._static is not None else 0)
         self.version = None
         if static is None:
             self._backend.drop()
-        (static or self._backend).load(shards(self.weights, named_weights))
+        params = shards(self.weights, named_weights)
+        (static or self._backend).load(params)
+        _keep_until_copied(params)
         self.version = version
         self._sequences.of_version(version)
 
@@ -178,11 +181,13 @@ class NativeEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
         spec = self.adapter_weights(lora)
-        static = self._keep_captured()
+        numbers = sum(math.prod(shape) for _, shape in spec.names.values())
+        static = self._keep_captured(numbers * spec.dtype.itemsize)
         known = self.adapters.get(name)
         number = next(self._numbers) if known is None else known.number
         adapter = Adapter(shards(spec, named_weights), scale_of(lora))
         (static or self._backend).load_adapter(number, adapter)
+        _keep_until_copied(adapter.factors)
         self.adapters[name] = LoadedAdapter(number, lora, spec, version)
         self._sequences.of_version(version, number)
 
@@ -402,14 +407,14 @@ class NativeEngine:
         self._backend.resize(*sizes)
         self._scheduler.resize(*sizes)
 
-    def _keep_captured(self) -> StaticDecode | None:
-        """Preempt all requests before new weights come, and forget what the cache holds.
+    def _keep_captured(self, nbytes: int) -> StaticDecode | None:
+        """Preempt all requests before new weights of some bytes come, and forget what the cache holds.
 
         Returns: the passes of static shape if some are captured and stay so, and with them the cache's memory; else
           None, and this memory is free.
         """
         static = self._static
-        if static is None or not static.captured or not self._room.takes(trees.nbytes(static.weights)):
+        if static is None or not static.captured or not self._room.takes(nbytes):
             self._drop_cache()
             return None
         self._poll()
@@ -426,6 +431,13 @@ class NativeEngine:
             self._static.drop()
         self._backend.resize(*NO_CACHE)
         self._scheduler.resize(*NO_CACHE)
+
+
+def _keep_until_copied(tree: trees.Tree) -> None:
+    """Keep the memory of tensors, which another stream may have received, until this stream's copies of them end."""
+    for x in trees.leaves(tree):
+        if x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
 
 
 def native_engine(

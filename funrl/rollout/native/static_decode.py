@@ -71,6 +71,7 @@ class StaticDecode:
         slots = len(sequences.lengths)
         self._graphs = CapturedFunctions(backend.mesh)
         self._state = None
+        self._spare_page: int | None = None  # in the table of the spare slot
         self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # by number of rows: slots on the device and on the host
         self._mixed: dict[tuple[int, int], _MixedBuffer] = {}  # by numbers of tokens and rows
         self._larger_runs: Counter[DecodeForm] = Counter()  # of forms that were not captured
@@ -117,7 +118,7 @@ class StaticDecode:
           groups: their sampling groups.
           spare: unused part of the cache.
         """
-        state = self._updated(slots)
+        state = self._updated(slots, spare)
         form = self._form(slots, len(slots), groups)
         rows_B = self._rows_of(slots, form.rows)
         sampled = self._graphs.run(form, lambda: self._backend.decode(state, rows_B, form, spare))
@@ -137,15 +138,14 @@ class StaticDecode:
         count = len(plan.work.tokens_N)
         if not groups or count > MIXED_TOKENS[-1]:  # a pass that samples nothing has a part of a long prompt alone
             return None
-        if count == len(plan.slots) == len(plan.sampling_slots):  # each samples after one token
+        if count == len(plan.slots) and np.array_equal(plan.slots, plan.sampling_slots):  # each samples after one token
             return self.run(plan.slots, groups, spare)
         slots = np.union1d(plan.slots, plan.sampling_slots)
-        state = self._updated(slots)
+        state = self._updated(slots, spare)
         rows = max(len(plan.slots), len(plan.sampling_slots))
         tokens = next(tokens for tokens in MIXED_TOKENS if tokens >= count)
         self._backend.stack_weights()
         form = self._form(slots, rows, groups, tokens=tokens)
-        state.table_SP[-1].fill_(spare.page)
         inputs = self._mixed_inputs(plan, form, spare)
         compute = functools.partial(mixed_pass, self._backend, state, inputs, form)
         sampled = self._graphs.run(form, compute, "passes with prompts")
@@ -208,8 +208,8 @@ class StaticDecode:
         buffer.inputs.tokens_N[:count].copy_(work.tokens_N)
         return buffer.inputs
 
-    def _updated(self, slots: np.ndarray) -> DecodeState:
-        """Bring the state up to date for some slots."""
+    def _updated(self, slots: np.ndarray, spare: Spare) -> DecodeState:
+        """Bring the state up to date for some slots, and for the spare one, whose page padding reads."""
         sequences = self._sequences
         scheduler = self._scheduler
         most = scheduler.most_pages_of(slots)
@@ -218,7 +218,11 @@ class StaticDecode:
         if state is None or state.table_SP.shape[1] < most or len(state.numbers_CS) != STOP + stops:
             width = bucket(max(most, 0 if state is None else state.table_SP.shape[1]))
             state = self._state = empty_state(sequences.last, stops, width)
+            self._spare_page = None
             self.drop()
+        if spare.page != self._spare_page:
+            state.table_SP[-1].fill_(spare.page)
+            self._spare_page = spare.page
         other = self._serials[slots] != sequences.serials[slots]
         new = slots[other | (self._lengths[slots] != sequences.lengths[slots])]
         if len(new):

@@ -175,7 +175,7 @@ class GeneratorLink:
         self._events.put(lambda: None)
 
     def check(self) -> None:
-        """Raise the error that ends the run, if there is one. GeneratorCall it under the lock."""
+        """Raise the error that ends the run, if there is one. Call it under the lock."""
         if self._fault is not None:
             raise self._fault
 
@@ -313,7 +313,7 @@ class GeneratorLink:
         self._call(owner, generator.actor.ping.remote(), lambda _: None)
 
     def _call(self, owner: int, reference: Any, then: Callable[[Any], None]) -> None:
-        """GeneratorCall `then` with an object of a generator once it is there, unless the generator is lost."""
+        """Call `then` with an object of a generator once it is there, unless the generator is lost."""
         future: Future[Any] = reference.future()
         future.add_done_callback(lambda done: self._events.put(lambda: self._end_call(owner, done, then)))
 

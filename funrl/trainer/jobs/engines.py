@@ -130,7 +130,7 @@ def _check_native(settings: Settings, model: Model, mesh: Mesh) -> None:
     problem = drafts_problem(mesh.device.type, engines.decode_rows)
     if engines.speculate and problem is not None:
         raise settings.refusal(
-            "{speculate} with {decode_rows}: {problem}; leave it out, or let --decode_rows be 1", problem=problem
+            "{speculate} with {decode_rows}: {problem}; leave it out, or give --decode_rows=1", problem=problem
         )
 
 

@@ -177,7 +177,11 @@ def checked_job(settings: Settings, algorithm: Algorithm, models: JobModels, dev
     readers = check_tokens(settings, algorithm, models, task)
     tokens = new_tokens(settings, task)
     part = settings.sampling.new_tokens_per_step
-    check_needs(settings, longer_rows=part is None or part < row_new_tokens(settings, task, tokens))
+    if part is not None and part >= (most := row_new_tokens(settings, task, tokens)):
+        raise settings.refusal(
+            f"{{new_tokens_per_step}}: a row has {most} new tokens at most, so none would continue in a later step; "
+            "give fewer, or leave it out"
+        )
     if settings.asynchrony.staleness:
         _check_weighed(settings, algorithm, task)
     if not task.embedded:

@@ -72,7 +72,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         chosen, skipped = chosen_of_step(generation, rounds, sampled, step, show)
         choice = StepChoice(rounds, [first_chosen(join_chosen(chosen), schedule.batch)], skipped)
         rows, state, counted = rows_of_choice(generation, clock, show, state=state, step=step, choice=choice)
-        ready = set() if skipped else {place for part in rounds for place in part.chosen.places.tolist()}
+        ready = {place for part in chosen for place in part.places.tolist()}
         later = ready - set(choice.chosen[0].places.tolist())
         held = BegunGroups([group for group in held.groups if group.waiting or group.place in later])
         version = generation.engine.engine.version or 0

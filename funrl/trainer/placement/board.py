@@ -118,7 +118,8 @@ class GroupBoard:
         if queue not in self._claims:
             if store.add(f"{key}/taken", 0) >= count:
                 return None
-            self._claims[queue] = store.add(f"{key}/taken", 1) - 1  # past the count where others were faster
+            self._claims[queue] = store.add(f"{key}/taken", 1) - 1
+        # Past the count where another replica was faster; this one then waits for the next group of the queue.
         if self._claims[queue] >= count:
             return None
         return take_value(f"{key}/{self._claims.pop(queue)}")

@@ -354,6 +354,7 @@ class GroupWriter:
             self.turn(None)
             self.step()
         if isinstance(request, ScoresRequest):
+            self._held.pop(HELDOUT, None)
             done, rows = self._unscored.pop()
             rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
         else:

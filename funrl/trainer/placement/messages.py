@@ -176,13 +176,6 @@ class WrittenGroup(NamedTuple):
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
 
-    @property
-    def rows(self) -> WrittenRows:
-        """`written` of a group without a problem. Raises: RuntimeError, it has one."""
-        if self.written is None:
-            raise RuntimeError(f"the group has no rows: {self.problem}")
-        return self.written
-
 
 class GroupFields(NamedTuple):
     """Rows of a group on their way to the other tensor ranks, which have the same rows.
@@ -474,7 +467,7 @@ class ScoresRequest(NamedTuple):
 
 
 class PoolAnswer(NamedTuple):
-    """Answer to any request but a `LoadRequest`.
+    """Answer to a request that is not among `PLAIN_REQUESTS`.
 
     Attributes:
       value: as the request says; None where there is a problem.

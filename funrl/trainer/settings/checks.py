@@ -17,7 +17,7 @@ from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.rollout.engine_abilities import engines_that
-from funrl.tasks.embedded import has_tokenizer_of
+from funrl.tasks.embedded import TASK_NAMES, has_tokenizer_of
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.scorers import (
@@ -131,7 +131,8 @@ def _check_embedded(settings: Settings, needed: str) -> None:
     places = folder, folder / "model", folder / "checkpoints" / "model", folder.parent / "model"
     own = next((place for place in places if (place / "tokenizer.json").is_file()), folder)
     if not has_tokenizer_of(settings.examples.task, own):
-        raise settings.refusal("{model} needs {needed}", needed=needed)
+        fitting = [f"--task={name}, or " for name in TASK_NAMES if has_tokenizer_of(name, own)]
+        raise settings.refusal("{model} needs {needed}", needed="".join([*fitting[:1], needed]))
 
 
 def check_files(settings: Settings) -> None:
@@ -245,6 +246,8 @@ def check_engine_flags(s: Settings) -> None:
     """Refuse flags that an engine does not take. Raises: SettingsError."""
     abilities = s.engines.abilities
     check_needs(s, own_steps=abilities.own_steps, servers=abilities.servers)
+    if s.estimate.dry_run and not abilities.own_steps:
+        raise s.refusal("{dry_run} with {engine}: it counts the native engine; leave one of them out")
     if s.engines.engine_url is None and abilities.servers:
         raise s.refusal("{engine} needs --engine_url=http://HOST:PORT, which its servers print")
     # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
@@ -309,7 +312,7 @@ def _check_ray(s: Settings) -> None:
     selves = any(model.directory is None for model in agents.frozen.values())
     problems = {
         "engine": (not s.engines.abilities.own_steps, "generators on Ray have the native engine"),
-        "agents": (selves or bool(agents.policies), "generators on Ray get one policy's weights, of now"),
+        "agents": (selves or bool(agents.policies), "generators on Ray hold only the policy's newest weights"),
     }
     for name, (given, problem) in problems.items():
         if given:

@@ -42,7 +42,6 @@ PARTS_NEEDED = {  # parts of a run without which some flags do nothing; {mesh} s
     "pictures": "a model that sees pictures",
     "picture_rows": "prompts or demonstrations, which may have pictures",
     "unnamed_tokens": "tokens that only the tokenizer has",
-    "longer_rows": "rows of more tokens (--max_new_tokens, --episode_turns, --episode_tokens)",
     "generator_ranks": "ranks that only generate (--place), or --dry_run to simulate them",
     "experts": "a model with experts",
     "expert_biases": "a model that chooses experts by biases (--router_aux_coef balances others)",
@@ -50,7 +49,7 @@ PARTS_NEEDED = {  # parts of a run without which some flags do nothing; {mesh} s
     "sampled_evaluation": "evaluation by samples (--eval_temperature above 0)",
     "sp": "sp ({mesh})",
     "tp": "tp ({mesh})",
-    "shards": "several devices to shard over ({mesh})",
+    "shards": "several devices to shard over ({mesh}) by --fsdp_axes",
     "trained_shards": "a model that learns ({fsdp_models})",
     "own_steps": f"--engine={engines_that('own_steps')}",
     "servers": f"--engine={engines_that('servers')}",
@@ -174,7 +173,7 @@ class Flag(NamedTuple):
       without: its value in the other kinds of runs.
       requires: name of the flag without which this one does nothing.
       unless: flags that this one cannot be given with, each with the reason; "": it does nothing beside them.
-      needs: parts of the run, of `PARTS_NEEDED`, without any of which it does nothing.
+      needs: keys of `PARTS_NEEDED`; it does nothing if the run lacks one of these parts.
       keeps_none: "none" is one of its texts, and does not mean None.
     """
 

@@ -240,7 +240,7 @@ class RewardSettings:
         needs=("reward",),
     )
     reward_timeout: float | None = flag(
-        None, "maximum seconds of a reward in a worker", above(0), chosen="600", needs=("reward_worker",)
+        None, "maximum seconds of a reward in a worker", above(0), chosen="600", needs=("reward", "reward_worker")
     )
 
 
@@ -372,9 +372,7 @@ class EstimateSettings:
 
     SHARED: ClassVar[FlagOptions] = {"requires": "dry_run"}
 
-    dry_run: bool = flag(
-        False, "only print a step's memory, traffic and time; reads a config.json", needs=("own_steps",)
-    )
+    dry_run: bool = flag(False, "only print a step's memory, traffic and time; reads a config.json")
     prompt_tokens: int | None = flag(
         None,
         "tokens of a prompt that --dry_run assumes",
@@ -666,7 +664,6 @@ class SamplingSettings:
         "steps continue it with their own weights",
         at_least(1),
         chosen="whole completions",
-        needs=("longer_rows",),
     )
     temperature: float = flag(1.0, "of sampling and the trainer's log-probabilities", at_least(SMALLEST_TEMPERATURE))
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0))

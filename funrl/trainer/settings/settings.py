@@ -191,5 +191,5 @@ def check_needs(settings: Settings, **parts: object) -> None:
     """
     for name, flag in settings_flags().items():
         absent = [need for need in flag.needs if not parts.get(need, True)]
-        if absent and flag_value(settings, name) not in (flag.default, flag.without):
+        if absent and flag_value(settings, name) not in (flag.default, flag.without, 0):
             raise settings.refusal(f"{{{name}}} does nothing without {PARTS_NEEDED[absent[0]]}; leave it out")

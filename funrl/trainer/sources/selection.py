@@ -155,7 +155,8 @@ def chosen_of_step(
         wanted = generation.schedule.batch
         if kept < wanted and generation.selection.filter is not None:
             remote = generation.remote
-            fixed = remote is not None and remote.refills and generation.rewards.rescore is not None  # --max_refills=1
+            rescored = generation.rewards.rescore is not None and generation.greedy_baseline
+            fixed = remote is not None and remote.refills and rescored  # --max_refills=1
             advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
             show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
         return useful, False

@@ -192,7 +192,7 @@ class ScoreColumns(NamedTuple):
     Attributes:
       names: of the columns of `scores`.
       rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
-        phase for each model); None: there are none, or `remote` ranks have added them.
+        phase for each model); None: there are none.
     """
 
     names: tuple[str, ...] = ()

@@ -27,16 +27,22 @@ class Clock:
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self.on_gpu = device is not None and device.type == "cuda"
+        self._running: set[str] = set()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if name in self._running:  # whose time is counted once
+            yield
+            return
+        self._running.add(name)
         start = _recorded_event() if self.on_gpu else None
         start_s = time.perf_counter()
         try:
             with heartbeat.phase(name):
                 yield
         finally:
+            self._running.discard(name)
             if start is None:
                 self._add(name, time.perf_counter() - start_s)
             else:
