@@ -17,7 +17,7 @@ import importlib.util
 import string
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from funrl.data.prompts import Prompt, encode
 from funrl.environments.adapters import tool_environment
 from funrl.environments.chat import TemplateChat
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
-from funrl.rollout.requests import Completion
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
 TURNS = flags.DEFINE_list("turns", ["8", "128"], "turns of an episode")
@@ -95,9 +95,8 @@ class Requests:
         self._tokenizer = tokenizer
         self.times: list[tuple[float, float]] = []
 
-    async def __call__(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int, owned: Any
-    ) -> Completion:
+    async def __call__(self, request: Request) -> Completion:
+        del request
         self.times.append((time.process_time(), self._tokenizer.seconds))
         return self._completion
 

@@ -169,11 +169,11 @@ def in_a_child(compute):
 
 def refused():
     """The calls with wrong arguments, none of which may touch memory."""
-    import test_arguments
+    import test_wrong_arguments
 
-    calls = [(call, ()) for call, _ in test_arguments.REFUSED.values()]
-    decoder = test_arguments.decoder_of("llama")
-    calls += [(call, (decoder,)) for call, _ in test_arguments.REFUSED_BY_A_STEP.values()]
+    calls = [(call, ()) for call, _ in test_wrong_arguments.REFUSED.values()]
+    decoder = test_wrong_arguments.decoder_of("llama")
+    calls += [(call, (decoder,)) for call, _ in test_wrong_arguments.REFUSED_BY_A_STEP.values()]
     for call, arguments in calls:
         try:
             call(*arguments)

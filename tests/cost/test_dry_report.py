@@ -103,7 +103,10 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     }
     assert not (tmp_path / "runs").exists()
     for wrong, why in (
-        ("--text_tokens=5000", "--text_tokens=5000: a row has 5000 tokens, and the model 4096 positions"),
+        (
+            "--text_tokens=5000",
+            f"--text_tokens=5000: a row has {5000 + (name == 'reward_model')} tokens, and the model 4096 positions",
+        ),
         ("--text_tokens=0", "it must be at least 1"),
         ("--prompt_tokens=8", "--prompt_tokens has no effect in learning from given texts"),
         ("--fsdp_models=critic", "does nothing without --fsdp; give --fsdp too"),
