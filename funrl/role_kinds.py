@@ -167,7 +167,7 @@ ROLES = RoleTable(
         generates=True,
         metric="actor/pg_loss",
         messages=RoleMessages(
-            "a policy that learns from its samples",
+            "a policy",
             "the policy itself gave it; a lower --lr may prevent it",
         ),
     ),

@@ -32,8 +32,8 @@ CONFIG = Flag(
 )
 _INTRODUCTION = """\
 Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A note in parentheses
-names the only kind of run that a flag applies to; a flag is refused without what it needs. `funrl flags >
-docs/flags.md` writes this page."""
+names the only kind of run that a flag applies to; a flag is refused without what it needs, but by
+--dry_run where data would have to be read. `funrl flags > docs/flags.md` writes this page."""
 KIND_TEXTS = {"rl": "reinforcement learning", "supervised": "learning from given texts"}
 
 
