@@ -250,7 +250,7 @@ def test_samples_are_shown_and_a_run_learns():
 
 
 def test_a_budget_that_no_completion_exceeds_is_refused():
-    with pytest.raises(SettingsError, match=r"--new_tokens_per_step=12 does nothing without rows of more tokens"):
+    with pytest.raises(SettingsError, match=r"--new_tokens_per_step=12: a row has 12 new tokens at most"):
         small_job(**PARTIAL | {"new_tokens_per_step": 12})
 
 

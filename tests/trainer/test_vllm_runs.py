@@ -373,5 +373,5 @@ def test_without_vllm_a_run_says_what_to_install():
 def test_a_run_that_vllm_cannot_generate_for_is_refused(settings, message):
     with pytest.raises(SettingsError, match=f"--engine=vllm: .*{message}"):
         small_job(GRPO, engine="vllm", **settings)
-    with pytest.raises(SettingsError, match="--dry_run does nothing without --engine=native"):
+    with pytest.raises(SettingsError, match="--dry_run with --engine=vllm: it counts the native engine"):
         small_job(GRPO, engine="vllm", dry_run=True)
