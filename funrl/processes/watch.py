@@ -97,7 +97,10 @@ class Watch:
     def note_end(self, rank: int, failed: bool) -> None:
         """Take note of the end of a rank's process."""
         sign = self.signs[rank]
-        self.ended[rank] = time.monotonic() - sign.since if sign.status == RUNNING else sign.since
+        if sign == NOT_BEGUN:  # its record has not been read yet
+            self.ended[rank] = 0.0
+        else:
+            self.ended[rank] = time.monotonic() - sign.since if sign.status == RUNNING else sign.since
         if failed:
             store.report_first(self.client, rank, f"rank {rank} has failed")
 

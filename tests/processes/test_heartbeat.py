@@ -382,3 +382,10 @@ def test_without_their_store_ranks_save_and_end_by_themselves(sign, message, tmp
     first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
     assert all(f"the process that keeps the run's store {text}" in first for text in message), first
     assert "rank 1: rank 1 saves" in second and "saves" not in first  # its machine may be lost with the store
+
+
+def test_a_rank_that_ends_before_its_record_is_read_has_not_waited():
+    """Its record is read later and may say that it waits, so that the end would be taken for one by --timeout."""
+    watch = Watch(None, 2, WaitLimits())
+    watch.note_end(1, failed=False)
+    assert watch.ended == {1: 0.0}
