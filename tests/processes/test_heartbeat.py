@@ -18,6 +18,7 @@ from funrl.mesh.mesh import parse
 from funrl.processes import heartbeat, stall_monitor, store
 from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RUNNING, Heartbeat, Order, Sign, decode
 from funrl.processes.store_link import Alone
+from funrl.processes.watch import Watch
 
 SIGN = Sign(1, 1, 0.0, 3, 7, 40, -1, NOBODY, RUNNING, 0, 0, "generate", "all_reduce over data", "host7")
 WAITING = SIGN._replace(waiting=1, phase="reward")
