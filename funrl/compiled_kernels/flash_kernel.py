@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -110,7 +109,7 @@ def _flash_attn_4(head: int, capped: bool = False) -> Kernel | None:
     if torch.cuda.get_device_capability()[0] == 10 and (128 < head < FLASH_HEAD or (capped and head == FLASH_HEAD)):
         return None
     try:
-        interface = importlib.import_module("flash_attn.cute.interface")
+        import flash_attn.cute.interface as interface  # type: ignore[import-not-found]
     except ImportError as problem:
         log.info("attention is not by flash-attn-4: %s", problem)
         return None

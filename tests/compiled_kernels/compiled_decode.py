@@ -10,7 +10,6 @@ from funrl.rollout.native.device import row_sampler
 
 HALF, FULL, WIDE, WHOLE, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 SLOTS = {"length_row": 0, "ended_row": 5}
-STATE = SLOTS | {"prompt_row": 1, "limit_row": 2, "seed_row": 3, "group_row": 4, "stop_row": 8}
 KERNELS = {  # types of the arguments, constants, warps; of Qwen3 1.7B
     decode_kernels._begin: (
         (LONG, LONG, LONG, WHOLE, HALF, HALF, FULL, *[HALF] * 4, LONG, *[WHOLE] * 3, *["i32"] * 3, "fp32", "fp32"),
@@ -40,12 +39,10 @@ KERNELS = {  # types of the arguments, constants, warps; of Qwen3 1.7B
     ),
     sampler_kernels._sample: (
         (LONG, LONG, LONG, FULL, FULL, WIDE, WIDE, LONG, FULL, FULL, *["i32"] * 3, "fp32", "i32"),
-        STATE
-        | {
+        {
             "stops": 3,
             "stop_width": 4,
             "width": 1024,
-            "block": 256,
             "greedy": False,
             "tempered": True,
             "grouped": True,

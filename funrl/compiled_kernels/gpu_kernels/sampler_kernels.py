@@ -23,6 +23,14 @@ from funrl.compiled_kernels.gpu_kernels.decode_kernels import launch_kernel
 
 _BLOCKS = 16  # of a program of the first kernel
 _LOWEST = tl.constexpr(-3e38)  # a block's maximum at least: no difference of two is not a number
+_BLOCK = tl.constexpr(VOCAB_BLOCK)
+_ENDED = tl.constexpr(ENDED)  # rows of a slot's numbers
+_GROUP = tl.constexpr(GROUP)
+_LENGTH = tl.constexpr(LENGTH)
+_LIMIT = tl.constexpr(LIMIT)
+_PROMPT = tl.constexpr(PROMPT)
+_SEED = tl.constexpr(SEED)
+_STOP = tl.constexpr(STOP)
 # The increment and the multipliers of SplitMix64, as signed 64-bit numbers; products wrap.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_30 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -91,6 +99,43 @@ def _first(mask, positions, last):
 
 
 @triton.jit
+def _scaled(x, temperature, tempered: tl.constexpr):
+    return x / temperature if tempered else x
+
+
+@triton.jit
+def _block_of(logits_ptr, number, vocab):
+    """Logits of a block of the vocabulary."""
+    token = number.to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
+    return tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf"))
+
+
+@triton.jit
+def _quantile(weight, begin, target):
+    """The first place of a positive weight at which `begin` and the running sum exceed a target; the sum before it."""
+    place = tl.arange(0, weight.shape[0])
+    upto = begin + tl.cumsum(weight)
+    chosen = _first((upto > target) & (weight > 0), place, tl.max(tl.where(weight > 0, place, 0)))
+    return chosen, tl.sum(tl.where(place == chosen - 1, upto, 0.0))
+
+
+@triton.jit
+def _advance(own, token_ptr, sampled, slots, stops: tl.constexpr, stop_width: tl.constexpr):
+    """Append a token to a running slot, and note its end by the limit or a stop token."""
+    running = tl.load(own + _ENDED * slots) == 0
+    after = tl.load(own + _LENGTH * slots) + running.to(tl.int64)
+    ends = after >= tl.load(own + _LIMIT * slots)
+    if stops > 0:
+        stop = tl.arange(0, stop_width)
+        tokens = tl.load(own + (_STOP + stop) * slots, mask=stop < stops, other=-1)
+        ends = ends | (tl.max((tokens == sampled).to(tl.int32)) > 0)
+    if running:
+        tl.store(token_ptr, sampled)
+        tl.store(own + _LENGTH * slots, after)
+        tl.store(own + _ENDED * slots, ends.to(tl.int64))
+
+
+@triton.jit
 def _sample(
     rows_ptr,
     tokens_ptr,
@@ -107,17 +152,9 @@ def _sample(
     count,
     temperature,
     group,
-    length_row: tl.constexpr,
-    prompt_row: tl.constexpr,
-    limit_row: tl.constexpr,
-    seed_row: tl.constexpr,
-    group_row: tl.constexpr,
-    ended_row: tl.constexpr,
-    stop_row: tl.constexpr,
     stops: tl.constexpr,
     stop_width: tl.constexpr,
     width: tl.constexpr,
-    block: tl.constexpr,
     greedy: tl.constexpr,
     tempered: tl.constexpr,
     grouped: tl.constexpr,
@@ -130,67 +167,42 @@ def _sample(
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + b)
     own = numbers_ptr + slot
-    its_group = group
-    if grouped:
-        its_group = tl.load(own + group_row * slots)
+    its_group = tl.load(own + _GROUP * slots) if grouped else group
     if its_group != group:
         return
     number = tl.arange(0, width)
     inside = number < count
-    top = tl.load(tops_ptr + b * count + number, mask=inside, other=_LOWEST)
+    here = b * count + number
+    top = tl.load(tops_ptr + here, mask=inside, other=_LOWEST)
     most = tl.max(top)
-    raw = tl.load(raw_ptr + b * count + number, mask=inside, other=0.0)
-    raw_total = tl.sum(raw * tl.exp((top - most).to(tl.float64)))
-    raw_norm = tl.log(raw_total)
-    length = tl.load(own + length_row * slots)
-    offset = tl.arange(0, block)
+    z_top = _scaled(top, temperature, tempered)
+    z_most = _scaled(most, temperature, tempered)
+    raw = tl.load(raw_ptr + here, mask=inside, other=0.0)
+    raw_norm = tl.log(tl.sum(raw * tl.exp((top - most).to(tl.float64))))
+    logits_ptr += b * vocab
     if greedy:
         chosen = _first(inside & (top == most), number, count - 1)
-        token = chosen.to(tl.int64) * block + offset
-        x = tl.load(logits_ptr + b * vocab + token, mask=token < vocab, other=float("-inf"))
-        index = _first(x == most, offset, block - 1)
+        index = _first(_block_of(logits_ptr, chosen, vocab) == most, tl.arange(0, _BLOCK), _BLOCK - 1)
+        norm = raw_norm
     else:
-        weight = raw * tl.exp((top - most).to(tl.float64))
-        if tempered:
-            sums = tl.load(sums_ptr + b * count + number, mask=inside, other=0.0)
-            weight = sums * tl.exp((top / temperature - most / temperature).to(tl.float64))
+        sums = tl.load(sums_ptr + here, mask=inside, other=0.0) if tempered else raw
+        weight = sums * tl.exp((z_top - z_most).to(tl.float64))
         total = tl.sum(weight)
         norm = tl.log(total)
-        target = _noise(tl.load(own + seed_row * slots), length - tl.load(own + prompt_row * slots)) * total
-        upto = tl.cumsum(weight)
-        last = tl.max(tl.where(weight > 0, number, 0))
-        chosen = _first((upto > target) & (weight > 0), number, last)
-        before = tl.sum(tl.where(number == chosen - 1, upto, 0.0))
-        its_top = tl.sum(tl.where(number == chosen, top, 0.0))
-        token = chosen.to(tl.int64) * block + offset
-        x = tl.load(logits_ptr + b * vocab + token, mask=token < vocab, other=float("-inf"))
-        if tempered:
-            share = tl.exp(x / temperature - its_top / temperature).to(tl.float64)
-            share *= tl.exp((its_top / temperature - most / temperature).to(tl.float64))
-        else:
-            share = tl.exp(x - its_top).to(tl.float64) * tl.exp((its_top - most).to(tl.float64))
-        last = tl.max(tl.where(share > 0, offset, 0))
-        index = _first((before + tl.cumsum(share) > target) & (share > 0), offset, last)
-    sampled = tl.minimum(chosen.to(tl.int64) * block + index, vocab - 1)
-    logit = tl.load(logits_ptr + b * vocab + sampled)
-    raw_logp = ((logit - most).to(tl.float64) - raw_norm).to(tl.float32)
-    logp = raw_logp
-    if tempered:
-        logp = ((logit / temperature - most / temperature).to(tl.float64) - norm).to(tl.float32)
+        step = tl.load(own + _LENGTH * slots) - tl.load(own + _PROMPT * slots)
+        target = _noise(tl.load(own + _SEED * slots), step) * total
+        chosen, before = _quantile(weight, 0.0, target)
+        its_top = tl.sum(tl.where(number == chosen, z_top, 0.0))
+        z = _scaled(_block_of(logits_ptr, chosen, vocab), temperature, tempered)
+        share = tl.exp(z - its_top).to(tl.float64) * tl.exp((its_top - z_most).to(tl.float64))
+        index, _ = _quantile(share, before, target)
+    sampled = tl.minimum(chosen.to(tl.int64) * _BLOCK + index, vocab - 1)
+    logit = tl.load(logits_ptr + sampled)
+    z_logit = _scaled(logit, temperature, tempered)
     tl.store(token_ptr + b, sampled)
-    tl.store(logp_ptr + b, logp)
-    tl.store(raw_logp_ptr + b, raw_logp)
-    running = tl.load(own + ended_row * slots) == 0
-    after = length + running.to(tl.int64)
-    ends = after >= tl.load(own + limit_row * slots)
-    if stops > 0:
-        stop = tl.arange(0, stop_width)
-        tokens = tl.load(own + (stop_row + stop) * slots, mask=stop < stops, other=-1)
-        ends = ends | (tl.max((tokens == sampled).to(tl.int32)) > 0)
-    if running:
-        tl.store(tokens_ptr + slot, sampled)
-        tl.store(own + length_row * slots, after)
-        tl.store(own + ended_row * slots, ends.to(tl.int64))
+    tl.store(logp_ptr + b, ((z_logit - z_most).to(tl.float64) - norm).to(tl.float32))
+    tl.store(raw_logp_ptr + b, ((logit - most).to(tl.float64) - raw_norm).to(tl.float32))
+    _advance(own, tokens_ptr + slot, sampled, slots, stops, stop_width)
 
 
 def launch_block_sums(logits_RV: Tensor, options: SamplerOptions) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,11 +243,9 @@ def launch_sample(
     stops = len(numbers_CS) - STOP
     given = rows_R, state.tokens_S, numbers_CS, logits_RV, *sums, *results
     scalars = numbers_CS.stride(0), V, count, options.temperature, options.group
-    constants = {"length_row": LENGTH, "prompt_row": PROMPT, "limit_row": LIMIT, "seed_row": SEED, "group_row": GROUP}
-    constants |= {"ended_row": ENDED, "stop_row": STOP, "stops": stops}
-    constants |= {"stop_width": triton.next_power_of_2(max(1, stops)), "width": triton.next_power_of_2(count)}
-    constants |= {"block": VOCAB_BLOCK, "greedy": options.greedy}
-    constants |= {"tempered": _is_tempered(options), "grouped": options.group >= 0}
+    widths = {"stop_width": triton.next_power_of_2(max(1, stops)), "width": triton.next_power_of_2(count)}
+    form = {"greedy": options.greedy, "tempered": _is_tempered(options), "grouped": options.group >= 0}
+    constants = {"stops": stops} | widths | form
     launch_kernel(_sample, (R,), (*given, *scalars), constants)
 
 

@@ -38,7 +38,7 @@ class RowsRequest(NamedTuple):
     """Compute fields of rows that follow. Its answer is `RowsAnswer`, after which fields follow.
 
     Attributes:
-      step: that the rows are of; 0: not told.
+      step: that the rows are of; 0: unknown.
       examples: the prompts, each with the same number of rows, for a model that rewards completions.
       known: fields of the rows whose kind is `everywhere`, without scores.
       lengths, owner: [B] of the rows, on the mesh of the trainer ranks.
