@@ -30,6 +30,8 @@ from funrl.rollout.native.static_decode import bucket, drafts_problem, row_bucke
 from funrl.rollout.requests import Request, request_seed, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
+pytestmark = pytest.mark.versions
+
 ROWS = (1, 2, 16)
 SLOTS, PAGES = 17, 4
 KINDS = ((0, Sampling(temperature=0.7)), (1, Sampling(top_k=5, top_p=0.9, min_p=0.01)), (2, Sampling(greedy=True)))
