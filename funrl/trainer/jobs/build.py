@@ -88,6 +88,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             replay=replay,
             splits=split,
             reduce_dtype=job.reduce_dtype,
+            shares_prefixes=not is_compiled(model, mode, mesh.device.type),
         )
 
     begin = placed(job.main_role, job.model)
