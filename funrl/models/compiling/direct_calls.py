@@ -23,7 +23,7 @@ MOST_ROUTES = 16  # of one key: kinds of layers whose tensors have the same size
 Graph = Callable[..., Sequence[Any]]
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """Arguments of a layer, taken apart.
 
     Attributes:
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     tensors: Sequence[Tensor]
 
 
-class Route(NamedTuple):
+class GraphRoute(NamedTuple):
     """Way of a call to its graph.
 
     Attributes:
@@ -85,10 +85,10 @@ class DirectCalls:
           result = route.run(call.tensors)
     """
 
-    def __init__(self, backend: Callable[..., Graph]) -> None:
+    def __init__(self, backend: Callable[..., Any]) -> None:
         """Begin without a route; `backend` is one of torch.compile."""
         self._backend = backend
-        self._routes: dict[Hashable, list[Route]] = {}
+        self._routes: dict[Hashable, list[GraphRoute]] = {}
         self._last: GraphRun | None = None
 
     def compile_graph(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Graph:
@@ -102,14 +102,14 @@ class DirectCalls:
 
         return run
 
-    def find(self, call: Call) -> Route | None:
+    def find(self, call: LayerCall) -> GraphRoute | None:
         """The route of a call; None: only torch.compile knows it."""
         for route in self._routes.get(call.key, ()):
             if route.others == call.others and route.settings.check():
                 return route
         return None
 
-    def add(self, call: Call, result: object) -> None:
+    def add(self, call: LayerCall, result: trees.Tree) -> None:
         """Keep the route of a call that torch.compile has just run, if its graph has no other tensors than the call."""
         last, self._last = self._last, None
         if call.key is None or last is None:
@@ -117,7 +117,7 @@ class DirectCalls:
         numbers = {id(x): number for number, x in enumerate(call.tensors)}
         arguments = [(numbers.get(id(x)), None) if isinstance(x, Tensor) else (None, x) for x in last.arguments]
         places = {id(x): place for place, x in enumerate(last.results) if isinstance(x, Tensor)}
-        leaves, structure = optree.tree_flatten(result, namespace=trees.NAMESPACE)
+        leaves, structure = trees.flatten(result)
         if any(pair == (None, None) for pair in arguments) or any(id(x) not in places for x in leaves):
             return
         if len(self._routes) >= MOST_KEYS:
@@ -125,19 +125,19 @@ class DirectCalls:
         routes = self._routes.setdefault(call.key, [])
         del routes[MOST_ROUTES - 1 :]
         results = [places[id(x)] for x in leaves]
-        routes.insert(0, Route(call.others, GlobalStateGuard(), last.graph, arguments, results, structure))
+        routes.insert(0, GraphRoute(call.others, GlobalStateGuard(), last.graph, arguments, results, structure))
 
 
-def layer_call(config: object, mesh: object, params: trees.Tree, x_BTD: Tensor, context: object) -> Call:
+def layer_call(config: object, mesh: object, params: trees.Tree, x_BTD: Tensor, context: trees.Tree) -> LayerCall:
     """Take a call of a layer apart."""
-    leaves, structure = optree.tree_flatten((params, x_BTD, context), namespace=trees.NAMESPACE)
+    leaves, structure = trees.flatten((params, x_BTD, context))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     others = [config, mesh, *(x for x in leaves if not isinstance(x, Tensor))]
     if _is_seen() or len(set(map(id, tensors))) < len(tensors):
-        return Call(None, others, tensors)
+        return LayerCall(None, others, tensors)
     facts = [(type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in tensors]
     key = (structure, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *facts)
-    return Call(key, others, tensors)
+    return LayerCall(key, others, tensors)
 
 
 def _is_seen() -> bool:
