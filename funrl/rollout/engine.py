@@ -61,6 +61,7 @@ class EngineCost(NamedTuple):
       recomputed: tokens that were computed again: of preempted requests, and of prompts whose begin an earlier request
         had computed (`Request.computed`) and the cache did not hold any more. An engine that is not native counts none.
       cells: number of states of a fixed size in the cache, snapshots included.
+      uncaptured: passes that ran eagerly, as no pass of their kind can be captured as a CUDA graph.
     """
 
     cache_bytes: int
@@ -78,6 +79,7 @@ class EngineCost(NamedTuple):
     accepted: int = 0
     recomputed: int = 0
     cells: int = 0
+    uncaptured: int = 0
 
 
 class Engine(Protocol):

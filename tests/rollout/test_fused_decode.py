@@ -1,6 +1,7 @@
 """Decoding passes by fused kernels: what they compute, on a CPU by their references, and their operators."""
 
 import collections
+import functools
 
 import pytest
 import torch
@@ -189,7 +190,9 @@ def test_a_compiled_layer_is_the_models_own_and_another_one_is_not(monkeypatch, 
 
     for layer in (None, model.layer, compile_layer(model, "off", remat=remat), compile_layer(model, "on", remat=remat)):
         assert sizes_of(layer) == model.abilities.compiled_step
-    assert sizes_of(lambda *args: model.layer(*args)) is None
+    decorated = functools.wraps(model.layer)(lambda *args: model.layer(*args))
+    assert sizes_of(decorated) is None and decorated.__wrapped__ is model.layer
+    assert sizes_of(functools.wraps(compile_layer(model, "on"))(decorated)) is None
 
 
 def test_parts_occupy_a_gpu_and_divide_the_sum():

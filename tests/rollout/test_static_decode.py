@@ -323,7 +323,8 @@ def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_logged_o
         raise RuntimeError("a synchronisation")
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
-    assert [int(functions.run("b", compute)[0]) for _ in range(3)] == [7, 8, 9]
+    assert functions.uncaptured == 0
+    assert [int(functions.run("b", compute)[0]) for _ in range(3)] == [7, 8, 9] and functions.uncaptured == 2
     assert caplog.messages == [
         "rank 0 cannot capture passes as CUDA graphs, and all compute them eagerly: a synchronisation"
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.library import CustomOpDef
 
 from funrl.compiled_kernels.exact.dispatch import is_plain, is_watched
@@ -37,14 +38,15 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
 class DirectOperator:
     """An operator of torch; on plain tensors of the CPU its function is called directly.
 
-    torch's own call takes the dispatcher twice, and the first one of a process imports the compiler for two seconds.
+    Compiled code calls the operator. One that writes to no argument is registered without `custom_op`, whose calls go
+    through the dispatcher twice and check what they return: longer than a small kernel takes.
 
     Attributes:
       definition: the operator, as torch knows it.
       function: what computes it on the CPU.
     """
 
-    definition: CustomOpDef
+    definition: CustomOpDef | OpOverload
     function: Callable
 
     def __call__(self, *args: Any) -> Any:
@@ -55,11 +57,17 @@ class DirectOperator:
 
     def register_kernel(self, device_type: str) -> Callable[[Callable], Callable]:
         """Register what computes it on another device."""
-        return self.definition.register_kernel(device_type)
+
+        def register(fn: Callable) -> Callable:
+            torch.library.register_kernel(self.definition, device_type, fn, lib=_LIBRARY)
+            return fn
+
+        return register
 
     def register_fake(self, fn: Callable) -> Callable:
         """Register what gives tensors of the shapes of its results."""
-        return self.definition.register_fake(fn)
+        torch.library.register_fake(self.definition, fn, lib=_LIBRARY)
+        return fn
 
 
 def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
@@ -82,8 +90,13 @@ def operator(
     """
 
     def decorate(fn: Callable) -> DirectOperator:
-        return DirectOperator(
-            torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn
-        )
+        if mutates_args:  # torch counts the versions of what a `custom_op` writes to
+            return DirectOperator(
+                torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn
+            )
+        short = name.removeprefix("funrl::")
+        _LIBRARY.define(short + torch.library.infer_schema(fn, mutates_args=()))
+        _LIBRARY.impl(short, fn, device_types.upper() if device_types else "CompositeExplicitAutograd")
+        return DirectOperator(getattr(torch.ops.funrl, short).default, fn)
 
     return decorate

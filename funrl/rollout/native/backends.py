@@ -7,7 +7,6 @@ on a CPU. The scheduler knows neither.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
+from funrl.models.compiling.compile import computes_as
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
 from funrl.rollout.native.cache_sizes import page_tokens
@@ -262,7 +262,7 @@ class TorchBackend:
         """Sizes of the model if fused kernels compute passes that only decode."""
         sizes = self.model.abilities.compiled_step
         device = self.mesh.device
-        replaced = inspect.unwrap(self._layer or self.model.layer) is not self.model.layer
+        replaced = self._layer is not None and not computes_as(self._layer, self.model.layer)
         if self.mesh.size("tensor") > 1 or replaced or device.type != "cuda":
             return None
         problem = fused_problem(sizes, self._dtype, device, self.page_tokens)

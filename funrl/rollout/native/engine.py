@@ -328,6 +328,7 @@ class NativeEngine:
             drafted=self._sequences.drafted,
             accepted=self._sequences.accepted,
             recomputed=s.recomputed,
+            uncaptured=0 if self._static is None else self._static.uncaptured,
         )
 
     def _begin(self, request: Request) -> RunningSequence:

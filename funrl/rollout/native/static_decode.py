@@ -84,6 +84,11 @@ class StaticDecode:
         return self._graphs.captured
 
     @property
+    def uncaptured(self) -> int:
+        """Number of passes so far that ran eagerly, as none of their kind can be captured."""
+        return self._graphs.uncaptured
+
+    @property
     def weights(self) -> trees.Tree:
         """The weights that passes compute with."""
         return dict(self._backend.held())

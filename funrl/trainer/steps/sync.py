@@ -15,6 +15,7 @@ from funrl.models.lora import on_base
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.role_kinds import BASE
 from funrl.rollout.certificate import certify, compare_weights, sync_digests
+from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.clock import Clock
@@ -232,7 +233,10 @@ def wait_for_proof(parts: Parts) -> None:
 
 
 def proof_metrics(parts: Parts) -> dict[str, float]:
-    """Metrics of the proofs that have ended since the last call, and the bytes that a sync gives to a rank's engine."""
+    """Metrics of the proofs that have ended since the last call, and counts of this rank's engine."""
     if not isinstance(parts, GeneratingParts):
         return {}
-    return {"sync/bytes": float(parts.generator.sync_bytes), **parts.generator.proof.take()}
+    generator = parts.generator
+    metrics = {"sync/bytes": float(generator.sync_bytes), **generator.proof.take()}
+    uncaptured = generator.whole.cost().uncaptured if isinstance(generator.whole, NativeEngine) else 0
+    return metrics | ({"rollout/uncaptured_passes": float(uncaptured)} if uncaptured else {})
