@@ -51,7 +51,6 @@ from funrl.trainer.placement.messages import (
     GroupWork,
     ScoresRequest,
     SendGroupsRequest,
-    WrittenFiles,
     WrittenGroup,
     age_metrics,
     baseline_of,
@@ -219,7 +218,7 @@ class GroupGenerators:
             self.ledger.prompts = position
             self.ledger.passed = self.places["left"].tolist()
             self._left = list(self.ledger.passed)
-            self._board.take_prompt(position + len(self._left))
+            self._take_prompts(position + len(self._left))
             self._first = position - (step - 1) * places
         if self.ahead:
             self._ask_places(self.ledger)
@@ -336,7 +335,7 @@ class GroupGenerators:
         """The next prompts of the order, or those that weights have chosen, for places."""
         size = self._rule.places
         if self._rule.prompts > 1:
-            positions = [self._left.pop(0) if self._left else self._board.take_prompt() for _ in places]
+            positions = [self._left.pop(0) if self._left else self._take_prompts() for _ in places]
         elif self.weighed:
             chosen = self.chosen.positions.tolist()
             positions = [chosen[place - ledger.version * size] for place in places]
@@ -345,6 +344,10 @@ class GroupGenerators:
         by_batch = self._rule.prompts == 1 and not self.weighed  # with the seeds of a batch that is written at once
         firsts = [p - place % size for p, place in zip(positions, places, strict=True)] if by_batch else positions
         return prompts_at(self._schedule, positions, firsts)
+
+    def _take_prompts(self, count: int = 1) -> int:
+        """Position of the first of some prompts, which nobody else gets."""
+        return self._board.take_prompt(count)
 
     def _works(self, places: Sequence[int | None], prompts: Sequence[GroupPrompt]) -> list[GroupWork]:
         """Groups of places with prompts, to be written with the newest weights."""
@@ -460,13 +463,11 @@ class GroupGenerators:
         Raises:
           CheckpointError: one of them cannot write.
         """
-        files = self._write_episodes(EpisodesRequest(str(folder.absolute()), self._rounds))
+        request = EpisodesRequest(str(folder.absolute()), self._rounds)
+        files = self._answer(self.requests.post(request), "the generators' episodes")
         if files.problem:
             raise CheckpointError(files.problem)
         return files.nbytes
-
-    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
-        return self._answer(self.requests.post(request), "the generators' episodes")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""

@@ -12,8 +12,6 @@ objects and never unpickles rows of others. Its node needs a store of (S + 1) ba
 from __future__ import annotations
 
 import functools
-import pickle
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,65 +20,59 @@ import numpy as np
 from funrl import trees
 from funrl.environments.logged import LoggedEpisode
 from funrl.kinds import Value
-from funrl.mesh.collectives import from_first_rank
+from funrl.mesh.collectives import from_first_rank, gather_objects
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit
-from funrl.mesh.pools.placement import generators_on_ray
-from funrl.rewards.call import RewardError
-from funrl.rollout.elsewhere import Greedy
+from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, Requests
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
+from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.generate import write_logged
+from funrl.trainer.placement.generate import ShowBuffer, write_logged
 from funrl.trainer.placement.groups import GroupGenerators, source_of_generators
 from funrl.trainer.placement.messages import (
+    HELDOUT,
+    BeginEvaluationRequest,
     EpisodesRequest,
     GroupPrompt,
     GroupWork,
-    WrittenFiles,
+    HeldoutEvaluation,
+    PoolAnswer,
+    ScoresRequest,
     WrittenGroup,
-    WrittenRows,
-    baseline_of,
     in_place_of,
     join_groups,
     own_fields,
-    split_origins,
+    written_rows,
 )
-from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
+from funrl.trainer.placement.ray_actor import (
+    DeliveredGroup,
+    GeneratorActor,
+    WrittenHeldout,
+    row_bytes,
+    rows_of_bytes,
+    rows_of_fields,
+    sent_job,
+)
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
+from funrl.trainer.sources.source import Generation, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.step_rows import Rows, join_rows, split_rows, take
+from funrl.trainer.steps.step_rows import Rows
 
+# A function that gives a value on the first rank, None before it is there, and another that makes the answer of it.
+LocalAnswer = tuple[Callable[[], Any], Callable[[Any], Any]]
 ROWS = "rows"  # topic of the exchange
 
 
-class PromptCounter:
-    """Positions of prompts in their order, which the first rank alone takes; in place of a `GroupBoard`.
+class RayGenerators(GroupGenerators, Requests):
+    """Trainer-side client of generators on Ray; a `RemoteGenerators`.
 
-    Attributes:
-      replicas: number of replicas by which metrics divide; generators come and go.
+    Requests that generator ranks would answer are answered by this program, on its first rank.
     """
-
-    replicas = 1
-
-    def __init__(self) -> None:
-        """Begin with the first prompt."""
-        self._taken = 0
-
-    def take_prompt(self, count: int = 1) -> int:
-        """Position of the first of some prompts, which are taken."""
-        self._taken += count
-        return self._taken - count
-
-
-class RayGenerators(GroupGenerators):
-    """Trainer-side client of generators on Ray; a `RemoteGenerators`."""
 
     def __init__(self, job: RLJob, engine: RayEngine, generation: Generation, show: Show) -> None:
         """Ask for generators, on the first rank.
@@ -91,58 +83,50 @@ class RayGenerators(GroupGenerators):
           generation: of the trainer ranks.
           show: receives remarks.
         """
-        super().__init__(job, engine, generation, show)
-        self._generation = generation
+        GroupGenerators.__init__(self, job, engine, generation, show)
+        Requests.__init__(self, self.mesh)
+        self.requests = engine.requests = self
+        engine.held = lambda version: self._digests(version) is not None
         self._ray = engine.ray
         self._exchange = engine.exchange
+        self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
+        generation = for_heldout(generation)
+        self._evaluation = generation._replace(engine=generation.engine._replace(mesh=self._alone))
+        self._evaluated_step = 0
+        self._answers: dict[int, LocalAnswer] = {}
         self._notes: list[str] = []
         self._replaced: dict[int, WrittenGroup] = {}  # by place, which other prompts refill
-        self._rows: dict[int, WrittenRows] = {}  # of groups and of greedy baselines, by their numbers
-        self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of their samples
+        self._rows: dict[int, Sequence[np.ndarray]] = {}  # of groups, and of greedy baselines, by their numbers
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
-        filters = self._rule.prompts > 1 and not self._rule.rounds
-        self._link = GeneratorLink(_request(job, engine, filters), self._exchange, self._notes.append)
-        self._board = PromptCounter()
-        engine.complete = self._complete_greedily
-        engine.wait_for_digests = self._wait_for_digests
+        self._positions = 0  # of prompts that are taken
+        self._link = GeneratorLink(self._actors(job), self._exchange, self._notes.append)
         if self.mesh.rank == 0:
             engine.publish = self._link.publish
-            engine.digests_of = self._digests
             self._link.start()
 
-    def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
-        """Rows of a step; see `GroupGenerators`. Collective."""
-        with self._link.changed:
-            for number in self._released:
-                for kept in (self._rows, self._objects, self._logged):
-                    kept.pop(number, None)
-        self._released.clear()
-        self._unlogged.clear()
-        if self.mesh.rank == 0:
-            self._exchange.drop.remote([(ROWS, step - 1)])
-        return super().take_step(next_rows, state, step, steps)
+    def _actors(self, job: RLJob) -> ActorRequest:
+        """Actors of a run."""
+        bounds = job.settings.devices.generators
+        assert bounds is not None
+        resource = "GPU" if job.device == "cuda" else "CPU"
+        filters = self._rule.prompts > 1 and not self._rule.rounds
+        actor = self._ray.remote(GeneratorActor).options(**{f"num_{resource.lower()}s": 1}, max_concurrency=1 << 16)
+        own = None if self.mesh.rank else self._ray.put(sent_job(job))
+        start = functools.partial(actor.remote, own, filters)
+        return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
         """Begin to take the batch of a step; see `GroupGenerators`."""
         with self._link.changed:
             super().begin_step(step, position, steps)
             self._link.ledger = self.ledger
-            self._link.batches[self.engine.version or 0] = step - 1
+            self._link.batches[self.engine.version] = step - 1
         self._link.wake()
-
-    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
-        """Write episodes on the first rank; see `GroupGenerators`. Collective."""
-        return from_first_rank(write_logged(request, self._logged, Mesh()), self.mesh)
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
         with self._link.changed:
             super().end_step()
-
-    def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
-        """Have generators evaluate the newest weights, before other work; see `Source`. Collective."""
-        wait = self._begin("write_heldout", [(place,) for place in range(len(self._generation.evaluation.heldout))])
-        return lambda: self._evaluated_by(wait, step)
 
     def close(self) -> None:
         """End the generators, and leave the cluster."""
@@ -150,6 +134,34 @@ class RayGenerators(GroupGenerators):
             self._link.close()
             self._ray.kill(self._exchange)
         self._ray.shutdown()
+
+    def post(self, request: object) -> int:
+        """Begin to answer a request; see `Requests`."""
+        if isinstance(request, DigestsRequest):
+            answer = functools.partial(self._digests, request.version), lambda digests: digests
+        elif isinstance(request, GreedyRequest):
+            answer = self._begin("greedy", [(request.prompts, request.new_tokens)]), lambda values: values[0]
+        elif isinstance(request, EpisodesRequest):
+            answer = lambda: True, lambda _: PoolAnswer(write_logged(request, self._logged, Mesh()))
+        elif isinstance(request, BeginEvaluationRequest):
+            self._evaluated_step = request.step
+            self._heldout_values = self._begin("write_heldout", [(place,) for place in range(len(self._heldout))])
+            return -1  # nobody waits for an answer
+        else:
+            answer = self._heldout_values, functools.partial(self._evaluated_by, request)
+        self.posted += 1
+        self._answers[self.posted] = answer
+        return self.posted
+
+    def answer(self, number: int, waits_for: str) -> Any:
+        """The answer to a request, once it is there; see `Requests`. Collective."""
+        look, finish = self._answers.pop(number)
+        value = self._awaited_by(look, waits_for)
+        return from_first_rank(finish(value) if self.mesh.rank == 0 else None, self.mesh)
+
+    def _take_prompts(self, count: int = 1) -> int:
+        self._positions += count
+        return self._positions - count
 
     def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
         with self._link.changed:
@@ -162,29 +174,8 @@ class RayGenerators(GroupGenerators):
     def _ask(self, works: Sequence[GroupWork], queue: str = "") -> None:
         """Ask for groups; those without a place are written with the newest weights."""
         del queue
-
-        def call(work: GroupWork) -> GeneratorCall:
-            keep = functools.partial(self._keep, work)
-            return GeneratorCall("write", (work,), keep, objects=1 + self._samples + work.baseline, place=work.place)
-
-        self._link.begin([call(work) for work in works])
-
-    def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
-        """Groups that have ended; see `GroupGenerators`. Collective."""
-        groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
-        if groups is not None and self.mesh.world > 1:
-            references = {
-                (number, sample): [reference]
-                for group in groups
-                for number in (group, baseline_of(group))
-                for sample, reference in enumerate(self._objects.get(number, ((), ()))[0])
-            }
-            self._ray.get(self._exchange.post.remote((ROWS, self.step), references))
-        groups = from_first_rank(groups, self.mesh)
-        for number, group in groups.items():
-            parts = {number: group.written, baseline_of(number): group.baseline}
-            self._rows |= {part: rows for part, rows in parts.items() if rows is not None}
-        return groups
+        keep = self._keep
+        self._link.begin([GeneratorCall("write", (work,), functools.partial(keep, work), work.place) for work in works])
 
     def _look(self, look: Callable[[], Any], limit: ProgressLimit) -> Any:
         """The result of `look`, under the lock; None: it has given none for some seconds.
@@ -193,123 +184,85 @@ class RayGenerators(GroupGenerators):
           Exception: whatever ends the run, such as ClusterError.
         """
         del limit  # the link has its own
-        deadline = time.monotonic() + PROGRESS_S
-        result = None
+
+        link = self._link
         try:
-            with self._link.changed:
-                self._link.check()
-                while (result := look()) is None and not self._notes:
-                    if not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
-                        break
-                    self._link.check()
+            with link.changed:
+                return link.changed.wait_for(lambda: link.check() or look(), PROGRESS_S)
         finally:
             while self._notes:
                 self.show.note(self._notes.pop(0))
-        return result
 
-    def _keep(self, work: GroupWork, value: tuple[WrittenGroup, bool], references: Any, objects: Any) -> None:
+    def _keep(self, work: GroupWork, delivered: DeliveredGroup) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
-        group, keeps = value
+        group = delivered.group
         place = work.place
         if place is not None:
             group = in_place_of(self._replaced.pop(place, None), group)
-            if self.refills and not keeps and self.ledger is not None and self.ledger.refill([place]):
+            if self.refills and not delivered.keeps and self.ledger is not None and self.ledger.refill([place]):
                 self._replaced[place] = group
                 self._ask_places(self.ledger)
                 return
         self._written[work.number] = group
-        self._logged[work.number] = objects[0]
-        end = 1 + self._samples
-        self._objects[work.number] = references[1:end], objects[1:end]
-        self._objects[baseline_of(work.number)] = references[end:], objects[end:]
+        self._logged[work.number] = delivered.episodes
+        self._rows |= delivered.rows
 
     def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
         """Fields of the rows that this rank trains, from the object store; see `GroupGenerators`."""
-        origins = origins[to == int(mesh.index(mesh.row_axes))]
-        if not len(origins):
-            return own_fields(rows.batch)[0]
-        places = []
-        for number, own in split_origins(origins):
-            written = self._rows[number]
-            sample_B = samples_of(written.fields, len(written.owner))
-            places += [((number, int(sample_B[row])), int((sample_B[:row] == sample_B[row]).sum())) for row in own]
-        keys = list(dict.fromkeys(key for key, _ in places))
+        index = int(mesh.index(mesh.row_axes))
         if self.mesh.rank == 0:
-            objects = [self._objects[number][1][sample] for number, sample in keys]
-        else:
-            taken = self._ray.get(self._exchange.take.remote((ROWS, self.step), keys))
-            objects = self._ray.get([reference for [reference] in taken])
-        alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
-        samples = {key: rows_of_fields(pickle.loads(x), alone) for key, x in zip(keys, objects, strict=True)}
-        return own_fields(join_rows([take(samples[key], np.array([index])) for key, index in places]).batch)[0]
+            shares = (
+                [self._rows[x >> 32][x & 0xFFFFFFFF] for x in origins[to == rank].tolist()]
+                for rank in range(mesh.size(mesh.row_axes))
+            )
+            references = {rank: [self._ray.put(share)] for rank, share in enumerate(shares)}
+            self._ray.get(self._exchange.post.remote(ROWS, references))
+        from_first_rank(None, self.mesh)  # they are there
+        [[reference]] = self._ray.get(self._exchange.take.remote(ROWS, [index]))
+        share = self._ray.get(reference)
+        gather_objects(None, self.mesh)  # before others take their place
+        for kept, numbers in ((self._rows, self._released), (self._logged, self._unlogged)):
+            for number in numbers:
+                kept.pop(number, None)
+            numbers.clear()
+        return own_fields(rows_of_bytes(share, self._alone).batch if share else rows.batch)[0]
 
     def _digests(self, version: int) -> EngineDigests | None:
         """Digests of a generator that holds a version; None: no one does."""
-        with self._link.changed:
-            self._link.check()
-            digests = self._link.digests
+        digests = self._link.digests
         return digests if digests is not None and digests.version == version else None
 
-    def _wait_for_digests(self, version: int) -> EngineDigests:
-        """Digests of a generator, once it holds the newest weights. Collective."""
-        digests = self._awaited_by(lambda: self._digests(version), f"the generators' weights {version}")
-        return from_first_rank(digests, self.mesh)
+    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[], list[Any] | None]:
+        """Begin calls of generators with the newest weights, on the first rank.
 
-    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[str], list[Any]]:
-        """Begin calls of generators with the newest weights.
-
-        Returns: a function that waits for their values, which the first rank gets; collective, with a name.
+        Returns: a function that gives their values; None before all are there.
         """
         values: dict[int, Any] = {}
-
-        def call(number: int, own: tuple[object, ...]) -> GeneratorCall:
-            return GeneratorCall(method, own, lambda value, references, objects: values.update({number: value}))
-
         if self.mesh.rank == 0:
-            self._link.begin([call(number, own) for number, own in enumerate(arguments)])
-        look = lambda: [values[i] for i in range(len(arguments))] if len(values) == len(arguments) else None  # noqa: E731
-        return lambda name: self._awaited_by(look, name) or []
+            keep = values.__setitem__
+            calls = [GeneratorCall(method, own, functools.partial(keep, n)) for n, own in enumerate(arguments)]
+            self._link.begin(calls)
+        return lambda: [values[n] for n in sorted(values)] if len(values) == len(arguments) else None
 
-    def _complete_greedily(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-        results = self._begin("greedy", [(prompts, new_tokens)])("the generators' probe")
-        tokens_BS, logp_BS, spread = from_first_rank(results[0] if results else None, self.mesh)
-        return Greedy(tokens_BS.to(self.mesh.device), logp_BS.to(self.mesh.device), spread)
-
-    def _evaluated_by(self, wait: Callable[[str], list[Any]], step: int) -> dict[str, float]:
-        """Metrics of an evaluation. Collective.
-
-        Raises:
-          RewardError: a reward function or the environment has failed; on every rank.
-        """
-        written = wait(f"the generators' evaluation after step {step}")
-        problem = from_first_rank(next((x for x in written if isinstance(x, str)), None), self.mesh)
-        if problem is not None:
-            raise RewardError(problem)
-        generation = for_heldout(self._generation)
-        if generation.rewards.rescore is not None:
-            written = from_first_rank(written, self.mesh)
-        metrics = None
-        if written:
-            alone = Mesh(device=self.mesh.device)
-            generation = generation._replace(engine=generation.engine._replace(mesh=alone))
-            heldout, sampling, *_ = generation.evaluation
-            facts = [done._asdict() for done, _ in written]
-            parts = [rows_of_fields(x, alone) for _, x in written]
-            done, rows = join_groups(facts, parts, alone, samples=sampling.samples)
-            if generation.rewards.rescore is not None:
-                ranks = self.mesh.size(self.mesh.row_axes)
-                shares = split_rows(rows.batch, np.arange(len(rows.owner)) * ranks // len(rows.owner), self.mesh)
-                scored = generation.rewards.rescore(shares, heldout, "eval").batch
-                rows = rows.with_fields(score=scored.score, scores=scored.scores)
-            completions = [
-                x._replace(number=place * sampling.samples + x.number)
-                for place, of in enumerate(facts)
-                for x in of["completions"]
-            ]
-            done = done._replace(completions=completions)
-            if self.mesh.rank == 0:
-                metrics = heldout_metrics(generation, done, rows, self.show, step)
-        return from_first_rank(metrics, self.mesh)
+    def _evaluated_by(self, request: object, written: Sequence[WrittenHeldout]) -> PoolAnswer:
+        """End an evaluation whose completions are there, or have models score their rows first."""
+        groups = [group for group in written if not isinstance(group, str)]
+        if len(groups) < len(written):
+            return PoolAnswer(None, problem=next(problem for problem in written if isinstance(problem, str)))
+        generation = self._evaluation
+        samples = generation.evaluation.sampling.samples
+        parts = [rows_of_fields(fields, self._alone) for _, fields in groups]
+        done, rows = join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
+        done = done._replace(completions=[completion for part, _ in groups for completion in part.completions])
+        if isinstance(request, ScoresRequest):
+            del self._rows[HELDOUT]
+            rows = rows.with_fields(**{name: x.to(self.mesh.device) for name, x in request._asdict().items()})
+        elif self._rescore is not None:
+            self._rows[HELDOUT] = row_bytes(rows)
+            return PoolAnswer(written_rows(done, rows))
+        show = ShowBuffer()
+        metrics = heldout_metrics(generation, done, rows, show, self._evaluated_step)
+        return PoolAnswer(HeldoutEvaluation(metrics, show.kept, show.table))
 
 
 def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
@@ -320,19 +273,3 @@ def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: 
     assert isinstance(engine, RayEngine)
     generators = RayGenerators(job, engine, generation, show)
     return source_of_generators(job, generation, generators, clock, show)
-
-
-def _request(job: RLJob, engine: RayEngine, filters: bool) -> ActorRequest:
-    """Actors of a run; `filters` as of a `GeneratorActor`."""
-    bounds = generators_on_ray(job.settings.devices.place)
-    assert bounds is not None
-    ray = engine.ray
-    resource = "GPU" if job.device == "cuda" else "CPU"
-    amount = {"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}
-    own = None if engine.mesh.rank else ray.put(sent_job(job))
-
-    def start() -> Any:
-        actor = ray.remote(GeneratorActor).options(**amount, max_concurrency=1 << 16)
-        return actor.remote(own, filters)
-
-    return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)
