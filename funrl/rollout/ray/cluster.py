@@ -21,8 +21,8 @@ class ReferenceExchange:
 
     Example:
       exchange = ray.remote(ReferenceExchange).remote()
-      ray.get(exchange.post.remote("weights", {0: [ray.put(shard)]}))
-      [reference] = ray.get(exchange.take.remote("weights", [0]))[0]
+      ray.get(exchange.post.remote("weights", {0: ray.put(shard)}))
+      reference = ray.get(exchange.take.remote("weights"))[0]
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,9 @@ class ReferenceExchange:
         """Add references to a topic, by keys."""
         self._topics[topic] |= references
 
-    def take(self, topic: Hashable, keys: Collection[Hashable] | None = None) -> list[Any]:
-        """References of some keys; None: all of the topic."""
-        references = self._topics[topic]
-        return list(references.values()) if keys is None else [references[key] for key in keys]
+    def take(self, topic: Hashable) -> dict[Hashable, Any]:
+        """References of a topic, by their keys."""
+        return dict(self._topics[topic])
 
     def drop(self, topics: Collection[Hashable]) -> None:
         """Forget topics and their references."""

@@ -122,7 +122,7 @@ def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:
     return ray, exchange.remote()
 
 
-def pull_weights(ray: Any, buckets: Sequence[WeightBucket], spec: WeightSpec) -> trees.Tree:
+def pull_weights(ray: Any, buckets: Iterable[WeightBucket], spec: WeightSpec) -> trees.Tree:
     """Weights of a version in a generator's layouts, from the object store.
 
     Raises:
@@ -135,15 +135,12 @@ def pull_weights(ray: Any, buckets: Sequence[WeightBucket], spec: WeightSpec) ->
     }
     lacks = {name: volume(box) for name, box in own.items()}
     for boxes, reference in buckets:
-        both_of = {name: _both(box, own[name]) for name, box in boxes}
-        if not any(map(volume, both_of.values())):
-            continue
         for (name, box), part in zip(boxes, ray.get(reference), strict=True):
-            both = both_of[name]
-            if volume(both):
+            both = _both(box, own[name])
+            if count := volume(both):
                 x = torch.from_numpy(part.copy()).view(out[name].dtype).reshape(shape(box))
                 out[name][slices(both, own[name])] = x[slices(both, box)].to(spec.mesh.device)
-                lacks[name] -= volume(both)
+                lacks[name] -= count
     if missing := [name for name, count in lacks.items() if count]:
         raise ValueError(f"the trainer ranks have not put all of {', '.join(missing[:3])}")
     return trees.from_named(spec.layouts, iter(out.items()))

@@ -171,8 +171,7 @@ class GeneratorLink:
         """End all generators, and the thread."""
         self._closed = True
         self.wake()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         for generator in self._generators.values():
             import_ray().kill(generator.actor)
 
@@ -228,12 +227,11 @@ class GeneratorLink:
         def loaded(digests: EngineDigests | None) -> None:
             generator.version = version
             generator.loading = None
-            known = self.digests
-            if digests is not None and known is not None and known.version == version and digests != known:
+            if digests and self.digests and self.digests.version == version and digests != self.digests:
                 raise SyncError(f"generators hold different weights of version {version}")
-            self.digests = digests or known
-            loading = [x.loading for x in self._generators.values() if x.loading is not None]
-            oldest = min([*loading, self._target or version, version])
+            self.digests = digests or self.digests
+            needed = [x.loading for x in self._generators.values() if x.loading is not None]
+            oldest = min([self._target or version, *needed])
             self._exchange.drop.remote([older for older in self._versions if older < oldest])
             self._versions = [newer for newer in self._versions if newer >= oldest]
 
@@ -328,8 +326,8 @@ class GeneratorLink:
         short_s = now - self._enough
         if short_s <= min(limit_s, SHORT_S) or (self._noted_short and short_s <= limit_s):
             return
-        missing = f"{bounds.least} generators with 1 {resource} each, and {count} are there"
-        missing = f"{missing}: {devices_of_cluster(resource)}"
+        of_cluster = devices_of_cluster(resource)
+        missing = f"{bounds.least} generators with 1 {resource} each, and {count} are there: {of_cluster}"
         if short_s > limit_s:
             raise ClusterError(f"waited {short_s:.0f} s (--timeout) for {missing}")
         self._noted_short = True

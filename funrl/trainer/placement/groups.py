@@ -612,6 +612,20 @@ class GroupGenerators:
         ledger.deliver(GENERATORS, place, ledger.places[place].attempt)
 
 
+# Makes a client for an engine through which weights go.
+MakeClient = Callable[[RLJob, Any, Generation, Show], GroupGenerators]
+
+
+def sending_client(
+    group: TransferGroup, job: RLJob, engine: RemoteEngine, generation: Generation, show: Show
+) -> GroupGenerators:
+    """The client of generator ranks, to which weights are sent; with `group`, of `transfer_group`, a `MakeClient`."""
+    engine.sender = WeightSender(engine.requests.mesh, engine.weights.mesh.world, group)
+    generators = GroupGenerators(job, engine, generation, show)
+    engine.ahead = generators.ahead
+    return generators
+
+
 def placed_source(
     job: Job,
     parts: Parts,
@@ -619,34 +633,17 @@ def placed_source(
     clock: Clock,
     show: Show,
     *,
-    group: TransferGroup = None,
+    client: MakeClient,
 ) -> Source:
-    """The source of the trainer ranks of a job with a placement; a `MakeSource`.
+    """The source of trainer ranks whose rows others write; with a client a `MakeSource`.
 
     Args:
       job, parts, frozen, clock, show: as of any source.
-      group: of `transfer_group`.
+      client: makes the client of the others.
     """
     assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = remarked_generation(job, parts, frozen, clock, show)
-    engine: object = parts.generator.engine
-    assert isinstance(engine, RemoteEngine)
-    engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-    generators = GroupGenerators(job, engine, generation, show)
-    engine.ahead = generators.ahead
-    return source_of_generators(job, generation, generators, clock, show)
-
-
-def source_of_generators(
-    job: RLJob, generation: Generation, generators: GroupGenerators, clock: Clock, show: Show
-) -> Source:
-    """The source of trainer ranks whose rows others write.
-
-    Args:
-      job, clock, show: as of any source.
-      generation: of the trainer ranks.
-      generators: client of the others.
-    """
+    generators = client(job, parts.generator.engine, generation, show)
     begin_evaluation = None
     if generators.ahead:
         generation = generation._replace(schedule=as_chosen(generation.schedule))

@@ -11,57 +11,231 @@ objects and never unpickles rows of others. Its node needs a store of (S + 1) ba
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import importlib
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
+import cloudpickle
 import numpy as np
 
 from funrl import trees
+from funrl.batch import FIELDS, Batch, as_dict, map_kinds
+from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
+from funrl.environments.run import episode_groups
 from funrl.kinds import Value
+from funrl.loading import load_files, loaded_files
 from funrl.mesh.collectives import from_first_rank, gather_objects
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, Requests
+from funrl.rewards.call import RewardError
+from funrl.rollout.certificate import greedy_of, greedy_requests
+from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger
-from funrl.rollout.ray.engine import RayEngine
+from funrl.rollout.policy import RunEndingError
+from funrl.rollout.ray.engine import RayEngine, WeightBucket, pull_weights
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
-from funrl.rollout.remote.digests import EngineDigests
+from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest
-from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import remarked_generation
+from funrl.rollout.resident import ResidentEngine
+from funrl.trainer.jobs.build import build, load_directories
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.row_source import generation_of, open_rewards
+from funrl.trainer.placement import messages
 from funrl.trainer.placement.generate import ShowBuffer, write_logged
-from funrl.trainer.placement.groups import GroupGenerators, source_of_generators
-from funrl.trainer.placement.messages import (
-    HELDOUT,
-    BeginEvaluationRequest,
-    EpisodesRequest,
-    GroupPrompt,
-    GroupWork,
-    HeldoutEvaluation,
-    PoolAnswer,
-    ScoresRequest,
-    WrittenGroup,
-    in_place_of,
-    join_groups,
-    own_fields,
-    written_rows,
-)
-from funrl.trainer.placement.ray_actor import (
-    DeliveredGroup,
-    GeneratorActor,
-    WrittenHeldout,
-    row_bytes,
-    rows_of_bytes,
-    rows_of_fields,
-    sent_job,
-)
+from funrl.trainer.placement.groups import GroupGenerators
+from funrl.trainer.settings.scorers import SCORERS
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import WrittenSamples, write_group
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.source import Generation, Source
+from funrl.trainer.sources.selection import filter_samples
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch, rows_of
+
+REST_S = 0.2  # that the engine rests at most while there is nothing to do
+
+_T = TypeVar("_T")
+SentJob = tuple[list[str], list[str], bytes]  # paths of imports, files with functions, and a pickled `RLJob`
+WrittenHeldout = (
+    tuple[Rollout, messages.GroupFields] | str
+)  # completions of a prompt and their rows; or the run's problem
+
+
+class DeliveredGroup(NamedTuple):
+    """What a generator returns of a group.
+
+    Attributes:
+      group: facts for all trainer ranks.
+      keeps: whether the filter keeps some of it.
+      episodes: for the log.
+      rows: number under which rows are kept -> each row as `row_bytes` has it.
+    """
+
+    group: messages.WrittenGroup
+    keeps: bool = True
+    episodes: Sequence[LoggedEpisode] = ()
+    rows: Mapping[int, Sequence[np.ndarray]] = {}
+
+
+class GeneratorActor:
+    """A generator of a run. Ray calls its methods on one event loop, on which the engine steps too.
+
+    Example:
+      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), False)
+      name, room = ray.get(actor.describe.remote())
+      digests = ray.get(actor.load.remote(exchange, version))
+      group, keeps, episodes, rows = ray.get(actor.write.remote(work))
+    """
+
+    def __init__(self, job: SentJob, filters: bool) -> None:
+        """Begin without an engine.
+
+        Args:
+          job: of the run.
+          filters: whether prompts are replaced one by one, so that each group is filtered.
+        """
+        self._sent = job
+        self._filters = filters
+        self._notes = ShowBuffer()
+        self._workers = contextlib.ExitStack()  # of rewards; they end with this process
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def describe(self) -> tuple[str, int]:
+        """Make the engine, without weights. Returns: host and process, and groups that are written at once."""
+        paths, files, pickled = self._sent
+        sys.path += [path for path in paths if path not in sys.path]
+        load_files(files)
+        job = cast(RLJob, pickle.loads(pickled))
+        pool = self._workers.enter_context(open_rewards(job, 0))
+        parts = build(job, single("cuda:0" if job.device == "cuda" else "cpu"), self._notes.note)
+        generator = parts.generator._replace(engine=parts.generator.whole, base=None)  # adapters come merged
+        load_directories(generator.frozen)
+        parts = dataclasses.replace(parts, generator=generator, pool=pool)
+        generation = generation_of(job, parts, {}, Clock(), self._notes)
+        self._generation = generation._replace(engine=generation.engine._replace(proof=None))
+        self._engine = generator.engine
+        self._resident = ResidentEngine(generator.serving)
+        self._verifies = job.settings.engines.verify_sync
+        requests = generation.sampling.samples + generation.greedy_baseline
+        return f"{socket.gethostname()}:{os.getpid()}", max(1, job.settings.engines.decode_rows // requests)
+
+    async def ping(self) -> None:
+        """Give a sign of life."""
+
+    async def load(self, exchange: Any, version: int) -> EngineDigests | None:
+        """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
+        ray = importlib.import_module("ray")
+        spec = self._engine.weights
+        buckets: dict[object, WeightBucket] = await exchange.take.remote(version)
+        tree = await asyncio.to_thread(pull_weights, ray, buckets.values(), spec)
+        self._engine.load(spec.named(tree), version)
+        self._stepping = self._stepping or asyncio.create_task(self._step())
+        return engine_digests(self._engine) if self._verifies else None
+
+    async def write(self, work: messages.GroupWork) -> DeliveredGroup:
+        """Write and reward a group."""
+        generation = self._generation
+        example = generation.schedule.prompts[work.prompt.index]
+        written = await self._write(generation, example, messages.group_parts(work, generation.sampling))
+        group = messages.WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
+        if isinstance(written, str):
+            return DeliveredGroup(group._replace(problem=written))
+        group = messages.describe_group(generation, written, group)
+        keeps = not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
+        episodes = [episode for part in written for episode in part.episodes]
+        numbers = (work.number, messages.baseline_of(work.number))
+        rows = {number: row_bytes(part.rows) for number, part in zip(numbers, written, strict=False)}
+        return DeliveredGroup(group, keeps, episodes, rows)
+
+    async def write_heldout(self, place: int) -> WrittenHeldout:
+        """Write and reward the samples of a held-out prompt."""
+        generation = for_heldout(self._generation)
+        heldout, sampling, _, seed, _ = generation.evaluation
+        example, first, seeds = episode_groups(heldout, sampling.samples, seed)[place]
+        written = await self._write(generation, example, [messages.GroupPart(sampling, list(seeds))])
+        if isinstance(written, str):
+            return written
+        done, rows, _ = written[0]
+        numbered = [completion._replace(number=first + completion.number) for completion in done.completions]
+        return done._replace(completions=numbered), group_fields(rows.batch)
+
+    async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        """Complete prompts greedily."""
+        done = await self._beside(self._resident.ask_all(greedy_requests(prompts, new_tokens)))
+        return greedy_of(done, self._generation.engine.mesh.device)
+
+    async def _step(self) -> None:
+        """Step the engine for ever."""
+        while True:
+            await self._resident.iterate(self._generation.engine.mesh, REST_S)
+
+    async def _write(
+        self, generation: Generation, example: Example, parts: Sequence[messages.GroupPart]
+    ) -> list[WrittenSamples] | str:
+        """Write and reward parts of a group; returns them, or the problem that ends the run."""
+        writing = (write_group(generation, self._resident, example, *part) for part in parts)
+        try:
+            return await self._beside(asyncio.gather(*writing))
+        except (RewardError, RunEndingError) as error:
+            return str(error)
+
+    async def _beside(self, program: Awaitable[_T]) -> _T:
+        """The result of a program beside the engine. Raises: what the program or the engine raises."""
+        assert self._stepping is not None
+        task = asyncio.ensure_future(program)
+        await asyncio.wait({task, self._stepping}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self._stepping.result()
+        return task.result()
+
+
+def sent_job(job: RLJob) -> SentJob:
+    """The job of a run as a generator has it: on one device, without models that reward, which are the trainer's."""
+    settings = with_flags(job.settings, place=None, mesh="dp1", **dict.fromkeys(SCORERS))
+    models = {name: model for name, model in job.models.items() if name not in SCORERS}
+    sizes = dict.fromkeys(job.sizes, 1)
+    own = dataclasses.replace(job, settings=settings, models=models, judge=None, sizes=sizes, generate_sizes=sizes)
+    return sys.path, loaded_files(), cloudpickle.dumps(own)
+
+
+def row_bytes(rows: Rows) -> list[np.ndarray]:
+    """Each row as the bytes of its fields, without padding."""
+
+    def dumped(number: int, length: int) -> np.ndarray:
+        row = own_batch(rows, np.array([number]))
+        row = map_kinds(lambda kind, x: kind.fit(x, length) if kind.per_token else x, row)
+        return np.frombuffer(pickle.dumps(group_fields(row), pickle.HIGHEST_PROTOCOL), np.uint8)
+
+    return [dumped(*row) for row in enumerate(rows.lengths.tolist())]
+
+
+def rows_of_bytes(parts: Sequence[np.ndarray], mesh: Mesh) -> Rows:
+    """The rows of `row_bytes`, on one rank. There is at least one."""
+    return join_rows([rows_of_fields(pickle.loads(part.data), mesh) for part in parts])
+
+
+def group_fields(batch: Batch) -> messages.GroupFields:
+    """Fields of rows on the host."""
+    return messages.GroupFields(trees.map(lambda x: x.cpu(), as_dict(batch)), messages.further_fields(batch))
+
+
+def rows_of_fields(fields: messages.GroupFields, mesh: Mesh) -> Rows:
+    """The rows of `group_fields`, on one rank."""
+    values = trees.map(lambda x: x.to(mesh.device), fields.fields)
+    return rows_of(Batch(FIELDS | fields.further if fields.further else FIELDS, **values), mesh=mesh)
+
 
 # A function that gives a value on the first rank, None before it is there, and another that makes the answer of it.
 LocalAnswer = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -95,7 +269,7 @@ class RayGenerators(GroupGenerators, Requests):
         self._evaluated_step = 0
         self._answers: dict[int, LocalAnswer] = {}
         self._notes: list[str] = []
-        self._replaced: dict[int, WrittenGroup] = {}  # by place, which other prompts refill
+        self._replaced: dict[int, messages.WrittenGroup] = {}  # by place, which other prompts refill
         self._rows: dict[int, Sequence[np.ndarray]] = {}  # of groups, and of greedy baselines, by their numbers
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
         self._positions = 0  # of prompts that are taken
@@ -141,9 +315,9 @@ class RayGenerators(GroupGenerators, Requests):
             answer = functools.partial(self._digests, request.version), lambda digests: digests
         elif isinstance(request, GreedyRequest):
             answer = self._begin("greedy", [(request.prompts, request.new_tokens)]), lambda values: values[0]
-        elif isinstance(request, EpisodesRequest):
-            answer = lambda: True, lambda _: PoolAnswer(write_logged(request, self._logged, Mesh()))
-        elif isinstance(request, BeginEvaluationRequest):
+        elif isinstance(request, messages.EpisodesRequest):
+            answer = lambda: True, lambda _: messages.PoolAnswer(write_logged(request, self._logged, Mesh()))
+        elif isinstance(request, messages.BeginEvaluationRequest):
             self._evaluated_step = request.step
             self._heldout_values = self._begin("write_heldout", [(place,) for place in range(len(self._heldout))])
             return -1  # nobody waits for an answer
@@ -163,7 +337,7 @@ class RayGenerators(GroupGenerators, Requests):
         self._positions += count
         return self._positions - count
 
-    def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
+    def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[messages.GroupPrompt]) -> Sequence[int]:
         with self._link.changed:
             return super()._ask_for_batch(lost, prompts)
 
@@ -171,7 +345,7 @@ class RayGenerators(GroupGenerators, Requests):
         """The places that may begin and were not asked for; the link begins them in the ledger."""
         return [place for place in ledger.next_places(ledger.version, ledger.until) if place not in self._link.asked]
 
-    def _ask(self, works: Sequence[GroupWork], queue: str = "") -> None:
+    def _ask(self, works: Sequence[messages.GroupWork], queue: str = "") -> None:
         """Ask for groups; those without a place are written with the newest weights."""
         del queue
         keep = self._keep
@@ -193,12 +367,12 @@ class RayGenerators(GroupGenerators, Requests):
             while self._notes:
                 self.show.note(self._notes.pop(0))
 
-    def _keep(self, work: GroupWork, delivered: DeliveredGroup) -> None:
+    def _keep(self, work: messages.GroupWork, delivered: DeliveredGroup) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
         group = delivered.group
         place = work.place
         if place is not None:
-            group = in_place_of(self._replaced.pop(place, None), group)
+            group = messages.in_place_of(self._replaced.pop(place, None), group)
             if self.refills and not delivered.keeps and self.ledger is not None and self.ledger.refill([place]):
                 self._replaced[place] = group
                 self._ask_places(self.ledger)
@@ -215,17 +389,16 @@ class RayGenerators(GroupGenerators, Requests):
                 [self._rows[x >> 32][x & 0xFFFFFFFF] for x in origins[to == rank].tolist()]
                 for rank in range(mesh.size(mesh.row_axes))
             )
-            references = {rank: [self._ray.put(share)] for rank, share in enumerate(shares)}
+            references = {rank: self._ray.put(share) for rank, share in enumerate(shares)}
             self._ray.get(self._exchange.post.remote(ROWS, references))
         from_first_rank(None, self.mesh)  # they are there
-        [[reference]] = self._ray.get(self._exchange.take.remote(ROWS, [index]))
-        share = self._ray.get(reference)
+        share = self._ray.get(self._ray.get(self._exchange.take.remote(ROWS))[index])
         gather_objects(None, self.mesh)  # before others take their place
         for kept, numbers in ((self._rows, self._released), (self._logged, self._unlogged)):
             for number in numbers:
                 kept.pop(number, None)
             numbers.clear()
-        return own_fields(rows_of_bytes(share, self._alone).batch if share else rows.batch)[0]
+        return messages.own_fields(rows_of_bytes(share, self._alone).batch if share else rows.batch)[0]
 
     def _digests(self, version: int) -> EngineDigests | None:
         """Digests of a generator that holds a version; None: no one does."""
@@ -244,32 +417,22 @@ class RayGenerators(GroupGenerators, Requests):
             self._link.begin(calls)
         return lambda: [values[n] for n in sorted(values)] if len(values) == len(arguments) else None
 
-    def _evaluated_by(self, request: object, written: Sequence[WrittenHeldout]) -> PoolAnswer:
+    def _evaluated_by(self, request: object, written: Sequence[WrittenHeldout]) -> messages.PoolAnswer:
         """End an evaluation whose completions are there, or have models score their rows first."""
         groups = [group for group in written if not isinstance(group, str)]
         if len(groups) < len(written):
-            return PoolAnswer(None, problem=next(problem for problem in written if isinstance(problem, str)))
+            return messages.PoolAnswer(None, problem=next(problem for problem in written if isinstance(problem, str)))
         generation = self._evaluation
         samples = generation.evaluation.sampling.samples
         parts = [rows_of_fields(fields, self._alone) for _, fields in groups]
-        done, rows = join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
+        done, rows = messages.join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
         done = done._replace(completions=[completion for part, _ in groups for completion in part.completions])
-        if isinstance(request, ScoresRequest):
-            del self._rows[HELDOUT]
+        if isinstance(request, messages.ScoresRequest):
+            del self._rows[messages.HELDOUT]
             rows = rows.with_fields(**{name: x.to(self.mesh.device) for name, x in request._asdict().items()})
         elif self._rescore is not None:
-            self._rows[HELDOUT] = row_bytes(rows)
-            return PoolAnswer(written_rows(done, rows))
+            self._rows[messages.HELDOUT] = row_bytes(rows)
+            return messages.PoolAnswer(messages.written_rows(done, rows))
         show = ShowBuffer()
         metrics = heldout_metrics(generation, done, rows, show, self._evaluated_step)
-        return PoolAnswer(HeldoutEvaluation(metrics, show.kept, show.table))
-
-
-def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
-    """The source of trainer ranks whose rows generators on Ray write; a `MakeSource`."""
-    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
-    generation = remarked_generation(job, parts, frozen, clock, show)
-    engine: object = parts.generator.engine
-    assert isinstance(engine, RayEngine)
-    generators = RayGenerators(job, engine, generation, show)
-    return source_of_generators(job, generation, generators, clock, show)
+        return messages.PoolAnswer(messages.HeldoutEvaluation(metrics, show.kept, show.table))
