@@ -119,14 +119,15 @@ RUNS = {  # algorithm, environment, mesh, and further settings
     "refills": (dapo, None, "dp1", {"reward": reward, "minibatches": 1, "steps": 4, "max_new_tokens": 12}),
     "greedy": (filtered_remax, None, "dp1", {"reward": reward}),
     "episodes": (GRPO, Alike, "dp2", {"steps": 2, "save_rollouts": 1}),
+    "two devices": (GRPO, None, "dp2", {"fsdp": True, "probe_sync_every": 1, "reward": reward}),
 }
 
 
 def job_of(name, run_dir, place=None):
     compose, environment, mesh, settings = RUNS[name]
-    settings = (
-        settings | {"run_dir": str(run_dir)} | ({"mesh": mesh} if place is None else {"place": f"train:{mesh} {place}"})
-    )
+    generate = {"generate_mesh": "tp2"} if name == "two devices" else {}
+    where = {"mesh": mesh} | generate if place is None else {"place": f"train:{mesh} {place}{',tp2' * len(generate)}"}
+    settings = settings | {"run_dir": str(run_dir)} | where
     if environment is not None:
         return episode_job(compose, environment(), **settings)
     return small_job(compose, **settings)

@@ -50,6 +50,12 @@ def import_ray() -> Any:
         raise ClusterError(f"generators on Ray need Ray: pip install 'funrl[ray]' ({error})") from error
 
 
+def on_this_node(ray: Any) -> Any:
+    """A scheduling strategy: the node of this process."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
 def devices_of_cluster(resource: str) -> str:
     """Devices that the cluster has, and how many are free.
 

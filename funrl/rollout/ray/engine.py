@@ -7,7 +7,6 @@ into its second buffer.
 
 from __future__ import annotations
 
-import importlib
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from funrl.mesh.pools.channel import Requests
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import first_copy
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.ray.cluster import EXCHANGE_NAME, ClusterError, ReferenceExchange, import_ray
+from funrl.rollout.ray.cluster import EXCHANGE_NAME, ClusterError, ReferenceExchange, import_ray, on_this_node
 from funrl.rollout.remote.engine import RemoteEngine
 
 OBJECT_BYTES = 256 << 20  # of parts of weights in one object, unless one part has more
@@ -113,11 +112,8 @@ def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:
         raise ClusterError(
             f"generators on Ray: no Ray cluster answers ({error}); `ray start --head` starts one, RAY_ADDRESS names one"
         ) from error
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    node = ray.get_runtime_context().get_node_id()  # so that it is lost with a node of trainer ranks alone
-    here = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    exchange = ray.remote(ReferenceExchange).options(
-        name=EXCHANGE_NAME, get_if_exists=True, num_cpus=0, scheduling_strategy=here
+    exchange = ray.remote(ReferenceExchange).options(  # on this node, so that it is lost with one of these ranks alone
+        name=EXCHANGE_NAME, get_if_exists=True, num_cpus=0, scheduling_strategy=on_this_node(ray)
     )
     return ray, exchange.remote()
 

@@ -235,7 +235,7 @@ class GeneratorLink:
             self._exchange.drop.remote([older for older in self._versions if older < oldest])
             self._versions = [newer for newer in self._versions if newer >= oldest]
 
-        self._call(generator, generator.actor.load.remote(self._exchange, version), loaded)
+        self._call(generator, generator.actor.load.remote(version), loaded)
 
     def _give(self, generator: RunningGenerator, share: int) -> bool:
         """Give a generator the next call of its version, or the next place that it allows; False: there is none.
@@ -327,7 +327,7 @@ class GeneratorLink:
         if short_s <= min(limit_s, SHORT_S) or (self._noted_short and short_s <= limit_s):
             return
         of_cluster = devices_of_cluster(resource)
-        missing = f"{bounds.least} generators with 1 {resource} each, and {count} are there: {of_cluster}"
+        missing = f"{bounds.least} generators with {bounds.tensor} {resource} each, and {count} are there: {of_cluster}"
         if short_s > limit_s:
             raise ClusterError(f"waited {short_s:.0f} s (--timeout) for {missing}")
         self._noted_short = True

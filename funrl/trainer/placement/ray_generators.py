@@ -15,12 +15,14 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib
 import os
 import pickle
 import socket
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
 import cloudpickle
@@ -33,19 +35,23 @@ from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import episode_groups
 from funrl.kinds import Value
 from funrl.loading import load_files, loaded_files
-from funrl.mesh.collectives import from_first_rank, gather_objects
+from funrl.mesh.collectives import from_first, from_first_rank, gather_objects
+from funrl.mesh.launch import join_mesh
 from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, Requests
+from funrl.mesh.text import text
+from funrl.processes.store import connect, keep_store, listen
 from funrl.rewards.call import RewardError
 from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.policy import RunEndingError
+from funrl.rollout.ray.cluster import import_ray, on_this_node
 from funrl.rollout.ray.engine import RayEngine, WeightBucket, pull_weights
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest
-from funrl.rollout.resident import ResidentEngine
+from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
@@ -63,13 +69,20 @@ from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch, rows_of
 
-REST_S = 0.2  # that the engine rests at most while there is nothing to do
+REST_S = 0.02  # that the engine rests at most while there is nothing to do
+FOLLOWER_S = 5.0  # in which a process that is gone is noticed
 
 _T = TypeVar("_T")
 SentJob = tuple[list[str], list[str], bytes]  # paths of imports, files with functions, and a pickled `RLJob`
-WrittenHeldout = (
-    tuple[Rollout, messages.GroupFields] | str
-)  # completions of a prompt and their rows; or the run's problem
+# Completions of a prompt and their rows; or the problem that ends the run.
+WrittenHeldout = tuple[Rollout, messages.GroupFields] | str
+
+
+class LoadOrder(NamedTuple):
+    """Get a version of the weights; or with `arrived`, load it."""
+
+    version: int
+    arrived: bool = False
 
 
 class DeliveredGroup(NamedTuple):
@@ -91,56 +104,121 @@ class DeliveredGroup(NamedTuple):
 class GeneratorActor:
     """A generator of a run. Ray calls its methods on one event loop, on which the engine steps too.
 
+    With several devices it starts an actor for each of the others on its node, which follows it step by step.
+
     Example:
-      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), False)
+      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), exchange)
       name, room = ray.get(actor.describe.remote())
-      digests = ray.get(actor.load.remote(exchange, version))
+      digests = ray.get(actor.load.remote(version))
       group, keeps, episodes, rows = ray.get(actor.write.remote(work))
     """
 
-    def __init__(self, job: SentJob, filters: bool) -> None:
+    def __init__(self, job: SentJob, exchange: Any, filters: bool = False) -> None:
         """Begin without an engine.
 
         Args:
           job: of the run.
+          exchange: actor with the references of weights.
           filters: whether prompts are replaced one by one, so that each group is filtered.
         """
         self._sent = job
+        self._exchange = exchange
         self._filters = filters
         self._notes = ShowBuffer()
-        self._workers = contextlib.ExitStack()  # of rewards; they end with this process
-        self._stepping: asyncio.Task[None] | None = None
+        self._opened = contextlib.ExitStack()  # workers of rewards and process groups; they end with this process
+        self._orders: deque[LoadOrder] = deque()
+        self._following: list[tuple[Any, Any]] = []  # actors of further devices, and what shows their end
 
     async def describe(self) -> tuple[str, int]:
         """Make the engine, without weights. Returns: host and process, and groups that are written at once."""
+        job = self._read_job()
+        port = 0
+        if job.sizes["tensor"] > 1:
+            ray = import_ray()
+            listener = listen()
+            port = listener.getsockname()[1]
+            self._store = keep_store(listener)
+            actor = ray.remote(GeneratorActor).options(num_cpus=0, scheduling_strategy=on_this_node(ray))
+            for rank in range(1, job.sizes["tensor"]):
+                member = actor.remote(self._sent, self._exchange)
+                end = member.follow.remote(rank, port, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+                self._following.append((member, end))
+        self._build(job, 0, port)
+        self._stepping = asyncio.create_task(self._step())
+        requests = self._generation.sampling.samples + self._generation.greedy_baseline
+        return f"{socket.gethostname()}:{os.getpid()}", max(1, job.settings.engines.decode_rows // requests)
+
+    def _read_job(self) -> RLJob:
         paths, files, pickled = self._sent
         sys.path += [path for path in paths if path not in sys.path]
         load_files(files)
-        job = cast(RLJob, pickle.loads(pickled))
-        pool = self._workers.enter_context(open_rewards(job, 0))
-        parts = build(job, single("cuda:0" if job.device == "cuda" else "cpu"), self._notes.note)
+        return cast(RLJob, pickle.loads(pickled))
+
+    def _build(self, job: RLJob, rank: int, port: int) -> None:
+        """Make the engine of a device.
+
+        Args:
+          rank: of the device in this generator.
+          port: of the store of its devices.
+        """
+        pool = self._opened.enter_context(open_rewards(job, rank))
+        if job.sizes["tensor"] > 1:
+            timeout = timedelta(minutes=job.settings.waiting.timeout)
+            self._mesh = self._opened.enter_context(join_mesh(job.sizes, rank, job.device, connect(port), timeout))
+        else:
+            self._mesh = single("cuda:0" if job.device == "cuda" else "cpu")
+        parts = build(job, self._mesh, self._notes.note)
         generator = parts.generator._replace(engine=parts.generator.whole, base=None)  # adapters come merged
         load_directories(generator.frozen)
         parts = dataclasses.replace(parts, generator=generator, pool=pool)
         generation = generation_of(job, parts, {}, Clock(), self._notes)
-        self._generation = generation._replace(engine=generation.engine._replace(proof=None))
+        alone = Mesh(device=self._mesh.device)
+        self._generation = generation._replace(engine=generation.engine._replace(mesh=alone, proof=None))
         self._engine = generator.engine
+        self._serving = generator.serving
         self._resident = ResidentEngine(generator.serving)
         self._verifies = job.settings.engines.verify_sync
-        requests = generation.sampling.samples + generation.greedy_baseline
-        return f"{socket.gethostname()}:{os.getpid()}", max(1, job.settings.engines.decode_rows // requests)
 
     async def ping(self) -> None:
         """Give a sign of life."""
 
-    async def load(self, exchange: Any, version: int) -> EngineDigests | None:
+    def follow(self, rank: int, port: int, devices: str) -> None:
+        """Follow the first device of a generator step by step.
+
+        Args:
+          rank, port: as of `_build`.
+          devices: GPUs of the generator, as CUDA_VISIBLE_DEVICES has them.
+        """
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+        pulled: list[Future[trees.Tree]] = []
+        with ThreadPoolExecutor(1) as thread, self._opened:
+            self._build(self._read_job(), rank, port)
+            while True:
+                order: LoadOrder | None = from_first(None, self._mesh, "tensor")
+                if order is not None and order.arrived:
+                    self._load(pulled.pop().result(), order.version)
+                elif order is not None:
+                    pulled.append(thread.submit(self._pull, order.version))
+                follow(self._serving, self._mesh)
+
+    async def load(self, version: int) -> EngineDigests | None:
         """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
-        ray = importlib.import_module("ray")
-        spec = self._engine.weights
-        buckets: dict[object, WeightBucket] = await exchange.take.remote(version)
-        tree = await asyncio.to_thread(pull_weights, ray, buckets.values(), spec)
-        self._engine.load(spec.named(tree), version)
-        self._stepping = self._stepping or asyncio.create_task(self._step())
+        self._orders.append(LoadOrder(version))
+        self._tree = await asyncio.to_thread(self._pull, version)
+        self._loaded = asyncio.get_running_loop().create_future()
+        self._orders.append(LoadOrder(version, True))
+        return await self._beside(self._loaded)
+
+    def _pull(self, version: int) -> trees.Tree:
+        """The weights of this device."""
+        ray = import_ray()
+        buckets: dict[object, WeightBucket] = ray.get(self._exchange.take.remote(version))
+        return pull_weights(ray, buckets.values(), self._engine.weights)
+
+    def _load(self, tree: trees.Tree, version: int) -> EngineDigests | None:
+        """Load weights into the engine. Collective over the devices of this generator."""
+        self._engine.load(self._engine.weights.named(tree), version)
+        self._serving.check([])  # it measures its free memory now, on all devices
         return engine_digests(self._engine) if self._verifies else None
 
     async def write(self, work: messages.GroupWork) -> DeliveredGroup:
@@ -176,9 +254,14 @@ class GeneratorActor:
         return greedy_of(done, self._generation.engine.mesh.device)
 
     async def _step(self) -> None:
-        """Step the engine for ever."""
+        """Step the engine for ever, and load weights that have arrived."""
         while True:
-            await self._resident.iterate(self._generation.engine.mesh, REST_S)
+            order = self._orders.popleft() if self._orders else None
+            from_first(order, self._mesh, "tensor")
+            if order is not None and order.arrived:
+                self._loaded.set_result(self._load(self._tree, order.version))
+                del self._tree
+            await self._resident.iterate(self._mesh, REST_S)
 
     async def _write(
         self, generation: Generation, example: Example, parts: Sequence[messages.GroupPart]
@@ -192,20 +275,37 @@ class GeneratorActor:
 
     async def _beside(self, program: Awaitable[_T]) -> _T:
         """The result of a program beside the engine. Raises: what the program or the engine raises."""
-        assert self._stepping is not None
         task = asyncio.ensure_future(program)
         await asyncio.wait({task, self._stepping}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
+            await self._end_without_followers()
             self._stepping.result()
         return task.result()
 
+    async def _end_without_followers(self) -> None:
+        """End this process, so that Ray notes the loss of the generator, if another device is gone.
+
+        Raises:
+          RayTaskError: it has failed.
+        """
+        errors = import_ray().exceptions
+        for _, end in self._following:
+            try:
+                await asyncio.wait_for(end, FOLLOWER_S)
+            except TimeoutError:  # it is there
+                continue
+            except errors.RayActorError:
+                os._exit(1)
+
 
 def sent_job(job: RLJob) -> SentJob:
-    """The job of a run as a generator has it: on one device, without models that reward, which are the trainer's."""
-    settings = with_flags(job.settings, place=None, mesh="dp1", **dict.fromkeys(SCORERS))
+    """The job of a run as a generator has it, without models that reward, which are the trainer's."""
+    generators = job.settings.devices.generators
+    assert generators is not None
+    sizes = generators.sizes
+    settings = with_flags(job.settings, place=None, mesh=text(sizes), **dict.fromkeys(SCORERS))
     models = {name: model for name, model in job.models.items() if name not in SCORERS}
-    sizes = dict.fromkeys(job.sizes, 1)
     own = dataclasses.replace(job, settings=settings, models=models, judge=None, sizes=sizes, generate_sizes=sizes)
     return sys.path, loaded_files(), cloudpickle.dumps(own)
 
@@ -284,9 +384,10 @@ class RayGenerators(GroupGenerators, Requests):
         assert bounds is not None
         resource = "GPU" if job.device == "cuda" else "CPU"
         filters = self._rule.prompts > 1 and not self._rule.rounds
-        actor = self._ray.remote(GeneratorActor).options(**{f"num_{resource.lower()}s": 1}, max_concurrency=1 << 16)
+        amount = {f"num_{resource.lower()}s": bounds.tensor}
+        actor = self._ray.remote(GeneratorActor).options(**amount, max_concurrency=1 << 16)
         own = None if self.mesh.rank else self._ray.put(sent_job(job))
-        start = functools.partial(actor.remote, own, filters)
+        start = functools.partial(actor.remote, own, self._exchange, filters)
         return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
