@@ -415,7 +415,7 @@ class GroupGenerators:
         shown = [(place, x) for place, number in enumerate(self._newest) for x in self._groups[number].shown]
         return dict(shown[:SHOWN_PROMPTS])
 
-    def evaluate(self, step: int, show: Show) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the replicas beside their groups; see `RemoteGenerators`."""
         return self.begin_evaluation(step)()
 

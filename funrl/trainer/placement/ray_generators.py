@@ -86,7 +86,7 @@ class LoadOrder(NamedTuple):
 
 
 class DeliveredGroup(NamedTuple):
-    """What a generator returns of a group.
+    """A written group, as a generator returns it.
 
     Attributes:
       group: facts for all trainer ranks.
