@@ -220,7 +220,8 @@ def join_mesh(sizes: Mapping[str, int], rank: int, device: str, client: Any, tim
         with _process_group(dict(sizes), own, device, client, timeout) as mesh:
             yield mesh
     except BaseException:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise
 
 

@@ -135,15 +135,20 @@ class GeneratorActor:
         port = 0
         if job.sizes["tensor"] > 1:
             ray = import_ray()
+            devices = {name: x for name, x in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
             listener = listen()
             port = listener.getsockname()[1]
             self._store = keep_store(listener)
             actor = ray.remote(GeneratorActor).options(num_cpus=0, scheduling_strategy=on_this_node(ray))
             for rank in range(1, job.sizes["tensor"]):
                 member = actor.remote(self._sent, self._exchange)
-                end = member.follow.remote(rank, port, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+                end = member.follow.remote(rank, port, devices)
                 self._following.append((member, end))
-        self._build(job, 0, port)
+        try:
+            self._build(job, 0, port)
+        except Exception:
+            await self._end_without_followers()
+            raise
         self._stepping = asyncio.create_task(self._step())
         requests = self._generation.sampling.samples + self._generation.greedy_baseline
         return f"{socket.gethostname()}:{os.getpid()}", max(1, job.settings.engines.decode_rows // requests)
@@ -182,14 +187,14 @@ class GeneratorActor:
     async def ping(self) -> None:
         """Give a sign of life."""
 
-    def follow(self, rank: int, port: int, devices: str) -> None:
+    def follow(self, rank: int, port: int, devices: Mapping[str, str]) -> None:
         """Follow the first device of a generator step by step.
 
         Args:
           rank, port: as of `_build`.
-          devices: GPUs of the generator, as CUDA_VISIBLE_DEVICES has them.
+          devices: variables that name the GPUs of the generator.
         """
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+        os.environ |= devices
         pulled: list[Future[trees.Tree]] = []
         with ThreadPoolExecutor(1) as thread, self._opened:
             self._build(self._read_job(), rank, port)
