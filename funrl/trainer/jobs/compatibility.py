@@ -195,6 +195,8 @@ def check_meshes(
     place = settings.devices.place
     with blaming(f"mesh={settings.devices.mesh}" if place is None else f"place={place}"):
         check_layouts(models, settings, sizes, generating)
+        if role is not None and (generators := settings.devices.generators) is not None:
+            check_layouts({role: models[role]}, settings, generators.sizes, generators.sizes)
         for name, pool in settings.devices.scoring.items():
             if name != JUDGE:  # which `judge_of` checks
                 check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)

@@ -197,8 +197,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
       policy: the same with adapters, where the policy has some: a native engine adds `added_adapters` to the base, and
         others are merged, as for other engines.
     """
-    if job.settings.devices.generators is not None:
-        return _ray_generator(job, placed)
+    if (generators := job.settings.devices.generators) is not None:
+        return _ray_generator(job, placed, generators.sizes)
     mesh = generating_mesh(job, placed.mesh)
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)
@@ -290,9 +290,13 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
 
 
-def _ray_generator(job: Job, placed: Placed) -> Generator:
-    """The generator of actors on Ray, which take weights as they are stored, adapters merged."""
-    outside = Mesh(rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
+def _ray_generator(job: Job, placed: Placed, sizes: dict[str, int]) -> Generator:
+    """The generator of actors on Ray, which take weights as they are stored, adapters merged.
+
+    Args:
+      sizes: of the mesh of each.
+    """
+    outside = Mesh(sizes, rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
     form = native_weights(placed.model, outside, job.dtype)
     engine = RayEngine(form, placed.stored, placed.mesh)
     to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
