@@ -26,6 +26,7 @@ from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.sums import psum_tree, sum_rest
 from funrl.models.weight_dtypes import cast_weights, renew_copies
 from funrl.optim import global_norm, step_
+from funrl.optim.gradients import add_gradients, widened
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import (
@@ -162,7 +163,7 @@ def gradient(
         sums_so_far = _joined(sums_so_far, numerators, metrics)
     if sums_so_far is None:
         raise ValueError("a mini-batch has no micro-batch")
-    grads = trees.map(lambda grad, x: grad.to(x.dtype), grads, params)
+    grads = widened(grads, params)
     grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     load = sums[1].get(ROUTER_COUNTS, ())
@@ -359,10 +360,3 @@ def weights_to_learn(role: Role, params: trees.Tree) -> trees.Tree:
     if any(have != want for have, want in zip(trees.leaves(role.stored), trees.leaves(role.compute), strict=True)):
         return params
     return cast_weights(params, role.placed.dtype)
-
-
-def add_gradients(total: trees.Tree, more: trees.Tree, params: trees.Tree) -> trees.Tree:
-    """The sum of gradients in the dtype of the weights, in the memory of `total` where that is in it already."""
-    sums = trees.map(lambda x, weight: x.to(weight.dtype), total, params)
-    torch._foreach_add_(trees.leaves(sums), trees.leaves(more))
-    return sums
