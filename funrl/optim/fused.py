@@ -139,16 +139,14 @@ def update_by_kernel(columns: Sequence[list], updates: Sequence[Tensor] | None, 
     factor = torch.ones_like(step.c1) if step.factor is None else step.factor
     numbers = (step.c1, step.c2, torch.zeros_like(step.c1) + step.rate, factor)
     facts_4 = torch.stack([x.float() for x in numbers])
-    grads, mu, nu, params, decays = columns
-    if updates is not None:
-        _adamw_leaves(grads, mu, nu, params, updates, [], [], decays, facts_4, *step.betas, step.eps, False)
-        return
-    room = [copy_to_write(x) for x in params]
-    copied = [i for i, copy in enumerate(room) if copy is not None]
-    copies = [copy for copy in room if copy is not None]
-    _adamw_leaves(grads, mu, nu, params, params, copies, copied, decays, facts_4, *step.betas, step.eps, True)
-    torch.autograd.graph.increment_version(params)
-    mark_written([params[i] for i in copied], copies)
+    *tensors, decays = columns
+    params = tensors[3]
+    room = {i: copy for i, x in enumerate(params) if updates is None and (copy := copy_to_write(x)) is not None}
+    tensors += [params if updates is None else updates, list(room.values())]
+    _adamw_leaves(*tensors, list(room), decays, facts_4, *step.betas, step.eps, updates is None)
+    if updates is None:
+        torch.autograd.graph.increment_version(params)
+        mark_written([params[i] for i in room], room.values())
 
 
 # Flat arguments: torch.library takes tensors and numbers, no records.

@@ -125,11 +125,11 @@ def _add(
     first_ptr = _pointer(row_ptr + 1, first_type, aligned)
     second_ptr = _pointer(row_ptr + 2, second_type, aligned)
     size = tl.multiple_of(tl.load(row_ptr + 3), aligned)
-    at = (tl.program_id(0) - tl.load(row_ptr + 4)) * width + tl.arange(0, width)
-    inside = at < size
-    first = tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total_ptr + at, (first + second).to(total_type), mask=inside)
+    columns = (tl.program_id(0) - tl.load(row_ptr + 4)) * width + tl.arange(0, width)
+    inside = columns < size
+    first = tl.load(first_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(second_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total_ptr + columns, (first + second).to(total_type), mask=inside)
 
 
 def adamw_leaves(

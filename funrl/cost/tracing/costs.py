@@ -93,7 +93,8 @@ def times(costs: Costs, n: float) -> Costs:
         {k: Traffic(t.count * n, t.nbytes * n) for k, t in sent.items()} for sent in (costs.traffic, costs.early)
     )
     written = {name: nbytes * n for name, nbytes in costs.weight_bytes.items()}
-    return Costs(costs.peaks, costs.flops * n, costs.seconds * n, traffic, early, costs.cover * n, written)
+    costs = replace(costs, flops=costs.flops * n, seconds=costs.seconds * n, cover=costs.cover * n)
+    return replace(costs, traffic=traffic, early=early, weight_bytes=written)
 
 
 def after(first: Costs, second: Costs) -> Costs:
@@ -111,7 +112,8 @@ def after(first: Costs, second: Costs) -> Costs:
     written = {**first.weight_bytes}
     for name, nbytes in second.weight_bytes.items():
         written[name] = written.get(name, 0.0) + nbytes
-    return Costs(peaks, flops, seconds, traffic, early, first.cover + second.cover, written)
+    cover = first.cover + second.cover
+    return Costs(peaks, flops, seconds, traffic, early, cover=cover, weight_bytes=written)
 
 
 def add_traffic(sent: dict[tuple[str, str], Traffic], key: tuple[str, str], count: float, nbytes: float) -> None:
