@@ -165,14 +165,14 @@ def verifying(job: Job, parts: Parts, generator: Generator, resting: dict[str, f
 def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
     """Boxes of each weight in a sync's plan before and after it, its bytes in the engine, and whether it is shared.
 
-    A shared weight is the trainer's own tensor.
+    A shared weight is the trainer's own tensor, or the copy of it in the dtype to compute in.
     """
     plan = generator.to_engine
     merged = offload.made_weights(parts)
     own = job.initial_dtype if generator.base is None else job.master
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
-        yield (has.old, has.new), nbytes, has.old == has.new and dtype == own and name not in merged
+        yield (has.old, has.new), nbytes, has.old == has.new and dtype in (own, job.dtype) and name not in merged
 
 
 def _base_leaves(job: Job, generator: Generator) -> Iterator[tuple[int, bool]]:

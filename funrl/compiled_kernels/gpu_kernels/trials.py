@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +29,30 @@ def kernels_run(trial: Callable[[str], float]) -> bool:
         return True
     log.warning("torch's operators on the GPU, which take several times as long: %s; %s", subject, problem)
     return False
+
+
+_assumed = False
+
+
+def kernels_take(tensors: Sequence[Tensor], trial: Callable[[str], float]) -> bool:
+    """True if kernels that need tensors of a GPU, end to end, compute with these.
+
+    Args:
+      trial: as in `kernels_run`.
+    """
+    return _assumed or (all(x.is_cuda and x.is_contiguous() for x in tensors) and kernels_run(trial))
+
+
+@contextlib.contextmanager
+def assume_kernels(assumed: bool) -> Iterator[None]:
+    """Inside, kernels take tensors without memory, if so assumed: the operators that are counted are a GPU's."""
+    global _assumed
+    before = _assumed
+    _assumed = assumed
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def trial_problem(trial: Callable[[str], float]) -> str | None:

@@ -41,7 +41,7 @@ from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
 from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
-from funrl.trainer.steps.roles import Role, RoleState, State, bases, writes_of
+from funrl.trainer.steps.roles import Role, RoleState, State, bases, keep_copies, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.sync import earlier_self
 
@@ -274,6 +274,7 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
         for name, role in parts.roles.items()
         if role.optimizer is not None
     }
+    keep_copies(parts.roles, states)
     advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
     state = State(states, advantage, source)
     if not isinstance(parts, GeneratingParts):

@@ -24,7 +24,9 @@ from funrl.algos.reading import reads
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.sums import psum_tree, sum_rest
+from funrl.models.weight_dtypes import cast_weights, renew_copies
 from funrl.optim import global_norm, step_
+from funrl.optim.gradients import add_gradients, widened
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import (
@@ -124,7 +126,9 @@ def updated(role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> Ro
     """The state after an update by a gradient of this norm, in place; all arguments are donated."""
     if role.optimizer is None:
         raise TypeError("a frozen role has no optimizer")
-    return RoleState(*step_(role.optimizer, grads, state.opt_state, state.params, norm))
+    params, opt_state = step_(role.optimizer, grads, state.opt_state, state.params, norm)
+    renew_copies(params, role.placed.dtype)
+    return RoleState(params, opt_state)
 
 
 def gradient(
@@ -143,21 +147,23 @@ def gradient(
         micro_batches = list(micro_batches)
         chosen = _choices(role, params, micro_batches, frozen)
     lanes = 1 if role.programs is None else role.programs.lanes
+    weights = weights_to_learn(role, params)
     ahead = iter(micro_batches)
     while group := tuple(itertools.islice(ahead, lanes)):  # zip would hold one more
         given = (denominators, frozen, chosen)
         if role.programs is None:
-            (value, sums), grad = trees.value_and_grad(objective)(params, role, *group, *given)
+            (value, sums), grad = trees.value_and_grad(objective)(weights, role, *group, *given)
         else:
             (value, sums), grad = role.programs.value_and_grad(params, role, group, *given)
         numerators, metrics = sums
-        grads = grad if grads is None else _accumulate(grads, grad)
+        grads = grad if grads is None else add_gradients(grads, grad, params)
         del grad  # before the next one is made
         micro_losses += value.detach().reshape(-1).unbind()
         beat()
         sums_so_far = _joined(sums_so_far, numerators, metrics)
     if sums_so_far is None:
         raise ValueError("a mini-batch has no micro-batch")
+    grads = widened(grads, params)
     grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     load = sums[1].get(ROUTER_COUNTS, ())
@@ -345,6 +351,12 @@ def _values(
     return load_metrics(values), value_of(numerators, tuple(denominators))
 
 
-def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:
-    torch._foreach_add_(trees.leaves(total), trees.leaves(more))
-    return total
+def weights_to_learn(role: Role, params: trees.Tree) -> trees.Tree:
+    """The weights of a role that gradients are taken by.
+
+    They are in the dtype to compute in, and so are their gradients, which are widened where they are added. Weights
+    that are gathered are as they are stored: so are the sums of their gradients over ranks.
+    """
+    if any(have != want for have, want in zip(trees.leaves(role.stored), trees.leaves(role.compute), strict=True)):
+        return params
+    return cast_weights(params, role.placed.dtype)

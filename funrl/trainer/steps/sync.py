@@ -12,7 +12,7 @@ from funrl.mesh.pools.transfer import SentWeights
 from funrl.mesh.reshard import reshard
 from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.lora import on_base
-from funrl.models.weight_dtypes import weight_dtype
+from funrl.models.weight_dtypes import narrow_weights, weight_dtype
 from funrl.role_kinds import BASE
 from funrl.rollout.certificate import certify, compare_weights, sync_digests
 from funrl.rollout.native.engine import NativeEngine
@@ -64,7 +64,7 @@ def _send_in_background(
 
     def sent(name: str, own: trees.Tree, version: int, merge: bool = True) -> SentWeights:
         role = parts.roles[name]
-        policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
+        policy = _for_engine(role, own, frozen, merge)
         return SentWeights(policy.tree(), generator.to_whole if merge else generator.to_engine, version)
 
     version = state.version + 1
@@ -110,12 +110,22 @@ def policy_weights(
     generator = parts.generator
     engine = generator.whole if merge else generator.engine
     to_engine = generator.to_whole if merge else generator.to_engine
-    policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
     if engine.weights.streamed:
-        yield from policy.exported(engine.weights.names)
+        yield from deployed(role.placed, role.whole(own, frozen), merge=merge).exported(engine.weights.names)
     else:
+        policy = _for_engine(role, own, frozen, merge)
         donate = bool(policy.merged)
         yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=donate))
+
+
+def _for_engine(role: Role, own: trees.Tree, frozen: Mapping[str, trees.Tree], merge: bool) -> DeviceWeights:
+    """Weights of a policy as they are sent to an engine: in the dtype to compute in where they are already.
+
+    Adapters are merged as they learn.
+    """
+    if role.base is None or not merge:
+        own = narrow_weights(own, role.placed.dtype)
+    return deployed(role.placed, role.whole(own, frozen), merge=merge)
 
 
 def refresh_earlier_selves(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:
