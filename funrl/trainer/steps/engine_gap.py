@@ -1,8 +1,9 @@
 """Gap between the trainer's and the engine's log-probabilities of the tokens that the engine sampled: its distribution.
 
-Quantiles are taken of counts in fixed buckets, which are added over micro-batches and ranks: 64 KiB a rank for any
-number of tokens. A bucket has the gaps whose float32 numbers begin with the same `BUCKET_BITS` bits of exponent and mantissa,
-so that its lowest gap, which stands for all of them, is at most 1/32 below.
+Quantiles are taken of counts in fixed buckets, which are added over micro-batches and ranks. A bucket has the gaps
+whose float32 numbers begin with the same `BUCKET_BITS` bits of exponent and mantissa, so that its lowest gap, which
+stands for all of them, is at most 1/32 below. That is one sum of 64 KiB over ranks a step, whatever the number of
+tokens; gathering the gaps of 16,384 rows of 33,000 tokens would be 4.3 GB on every rank.
 """
 
 from __future__ import annotations
