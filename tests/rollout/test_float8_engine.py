@@ -123,6 +123,41 @@ def test_models_without_products_in_8_bits_are_refused(changes, problem):
         native_engine(decoder_model(decoder_config(**SMALL | changes)), options=NativeOptions(float8=True))
 
 
+@pytest.mark.parametrize("static", [None, True])
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"temperature": 0.7}, {}], ids=str)
+def test_control_rows_leave_where_decoding_without_rounding_does(options, static):
+    """Every second completion, beside an engine that has the weights as they were loaded and the same noise."""
+    sampling = dataclasses.replace(SAMPLING, **options)
+    engine = loaded(weights(), control_every=2, static=static)
+    plain = native_engine(decoder_model(CONFIG), options=NativeOptions(packed=False))
+    plain.load(plain.weights.named(weights()))
+    done, others = (complete(x, requests_of(PROMPTS, sampling, 0))[::2] for x in (engine, plain))
+    shares, distances = [], []
+    model = decoder_model(CONFIG)
+    for row, (x, y) in enumerate(zip(done, others, strict=True)):
+        unlike = (x.tokens != y.tokens).nonzero()
+        shares.append(unlike[0].item() / 24 if len(unlike) else 1.0)
+        tokens = torch.cat([torch.tensor(PROMPTS[row]), x.tokens])
+        hidden = model.apply(weights(), Inputs(tokens[None]), SINGLE).hidden[0, 8:-1]
+        logp = (hidden @ model.unembedding(weights()).T).log_softmax(-1).gather(1, x.tokens[:, None])[:, 0]
+        distances.append((logp - x.raw_logp).abs().sum().item())
+    assert min(shares) < 1
+    totals = engine.control.take()
+    assert totals == (3, 72, pytest.approx(sum(distances), rel=1e-4), pytest.approx(sum(shares), rel=1e-9))
+    assert engine.control.take() == (0, 0, 0, 0)
+
+
+def test_what_is_of_several_weights_or_begun_elsewhere_is_no_control_row():
+    engine = loaded(weights(), control_every=1)
+    engine.submit(requests_of(PROMPTS, SAMPLING, 0))
+    engine.step()
+    engine.load(engine.weights.named(weights(1)), 4)
+    while engine.unfinished():
+        engine.step()
+    complete(engine, requests_of(PROMPTS, Sampling(greedy=True, max_new_tokens=4), 0))
+    assert engine.control.take() == (0, 0, 0, 0)
+
+
 def test_the_form_of_weights_says_it():
     assert loaded(weights()).weights.float8
     assert not dataclasses.replace(loaded(weights()).weights, float8=False).float8

@@ -42,6 +42,7 @@ def test_a_run_in_8_bits_shows_its_gap_and_proves_its_weights(compose):
         assert 1e-4 < gaps[0] < gaps[1] <= gaps[2] <= gaps[3] < 1
         assert abs(metrics["rollout/ratio_mean"] - 1) < 0.02
         assert 0.9 < metrics["rollout/effective_share"] < 1
+        assert 1e-4 < metrics["rollout/control_gap_mean"] < 0.3 and 0 < metrics["rollout/control_kept"] <= 1
 
 
 def test_the_trainer_scores_by_its_own_weights_and_the_engine_by_those_that_it_samples_with():
@@ -63,6 +64,7 @@ def test_the_trainer_scores_by_its_own_weights_and_the_engine_by_those_that_it_s
 def test_ranks_generate_in_8_bits(settings):
     metrics = run_steps(1, **FLOAT8, **settings)["metrics"][0]
     assert 0 < metrics["rollout/logprob_gap_p50"] < 0.3
+    assert 0 < metrics["rollout/control_gap_mean"] < 0.3
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import MakeBackend, TorchBackend, backend_of
 from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, page_tokens, pass_tokens
 from funrl.rollout.native.cells import options_without_states
+from funrl.rollout.native.control_rows import ControlRows
 from funrl.rollout.native.device.decode_state import Spare
 from funrl.rollout.native.float8_backend import Float8Backend
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, own_parts, shards, spec_of_adapter
@@ -63,6 +64,8 @@ class NativeOptions(NamedTuple):
         CPU it is for tests, and samples the same tokens.
       float8: multiply by the projections of layers in 8 bits, with a scale for each row of a weight and each token; see
         `compiled_kernels.float8`. Keys, values and the unembedding stay as they are.
+      control_every: with float8, one of so many requests is scored by the weights as they were loaded when it ends; see
+        `control_rows`. 0: none.
       make_backend: (model, mesh, dtype, tokens of a page) -> what computes passes; None: the best of `backends.py`.
     """
 
@@ -76,6 +79,7 @@ class NativeOptions(NamedTuple):
     snapshot_tokens: int = 0
     static: bool | None = None
     float8: bool = False
+    control_every: int = 0
     make_backend: MakeBackend | None = None
 
 
@@ -89,6 +93,7 @@ class NativeEngine:
       weights, version, paused: as in `Engine`.
       model: the model that it runs.
       adapters: by name.
+      control: of its completions in 8 bits; None: none is scored again.
     """
 
     def __init__(
@@ -136,6 +141,10 @@ class NativeEngine:
             assert isinstance(backend, TorchBackend)
             backend.spare = 1
             self._static = StaticDecode(backend, self._sequences, self._scheduler)
+        self.control: ControlRows | None = None
+        if options.control_every and isinstance(backend, Float8Backend) and not backend.cell_bytes:
+            self.control = ControlRows(backend, options.control_every)
+            self._sequences.ended = self.control.add
         self._scheduler.demand.snapshot_tokens = options.snapshot_tokens
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = 0

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 
+from torch import Tensor
+
 from funrl import trees
 from funrl.models.float8_weights import quantize_layers
+from funrl.models.lora import with_adapters
+from funrl.models.model import Inputs, ModelCache
 from funrl.rollout.native.backends import NO_ADAPTER, TorchBackend, copy_into
 
 
@@ -34,6 +38,22 @@ class Float8Backend(TorchBackend):
             copy_into(held, self._quantized)
             self._quantized = held
         return stays
+
+    def empty_cache(self, pages: int) -> ModelCache:
+        """A cache of so many pages beside that of the engine's requests."""
+        return self.model.empty_cache(self.mesh, pages, self.page_tokens, self._dtype, self.mesh.device)
+
+    def unquantized(self, inputs: Inputs, cache: ModelCache | None, adapter: int) -> tuple[Tensor, ModelCache | None]:
+        """Hidden states [N, D] of one sequence by the weights as they were loaded, and the cache after them.
+
+        Args:
+          adapter: its number; -1: none.
+        """
+        params = self._params
+        if adapter >= 0:
+            params = with_adapters(params, [(self._adapters[adapter], None)])
+        hidden_1ND, cache_after, _ = self.model.apply(params, inputs, self.mesh, cache, self._layer)
+        return hidden_1ND[0], cache_after
 
     def drop(self) -> None:
         super().drop()

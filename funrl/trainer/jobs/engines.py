@@ -43,6 +43,7 @@ from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, given_flag
 from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
 
+CONTROL_EVERY = 64  # completions, one of which is scored by unrounded weights too
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
 
 
@@ -90,6 +91,7 @@ def native_options(job: Job) -> NativeOptions:
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,
         float8=engines.float8,
+        control_every=CONTROL_EVERY * (job.settings.devices.place is None),  # other ranks' are not reported
         make_backend=make_backend,
     )
 
