@@ -26,7 +26,7 @@ from funrl.compiled_kernels.linear import linear
 FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of rows and columns of a weight, which the GPU's products need
 _GPU_FORMATS = (FLOAT8, torch.float8_e4m3fnuz)
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class RowScaled(NamedTuple):
@@ -54,6 +54,11 @@ class RowScaled(NamedTuple):
         return self.values.device
 
     @property
+    def form(self) -> torch.dtype:
+        """8-bit format of tokens that it multiplies."""
+        return self.values.dtype if self.values.dtype in _GPU_FORMATS else FLOAT8
+
+    @property
     def plain(self) -> Tensor:
         """The weight that it stands for, in float32."""
         return self.values.float() * self.scales.view(*self.scales.shape, *(1,) * (self.values.ndim - self.scales.ndim))
@@ -69,7 +74,7 @@ def quantize_rows(weight: Tensor, out_dims: int, form: torch.dtype = FLOAT8) -> 
     Args:
       form: 8-bit format of the numbers.
     """
-    values, scales = _quantize(weight.flatten(out_dims), form)
+    values, scales = round_rows(weight.flatten(out_dims), form)
     held = values if weight.is_cuda else values.float()
     return RowScaled(held.view(weight.shape), scales.view(weight.shape[:out_dims]))
 
@@ -81,19 +86,18 @@ def can_quantize(shape: tuple[int, ...], out_dims: int) -> bool:
 
 def float8_linear(x: Tensor, weight: RowScaled, bias: Tensor | None = None) -> Tensor:
     """W x + bias, [..., out], for x [..., in]; the weight's in and out dims count as one each."""
-    columns = x.shape[-1]
-    values_NK = weight.values.reshape(-1, columns)
-    scales_N = weight.scales.flatten()
-    on_gpu = values_NK.dtype in _GPU_FORMATS
-    q_MK, scale_M = _quantize(x.reshape(-1, columns), values_NK.dtype if on_gpu else FLOAT8)
-    if on_gpu:
-        out_MN = torch._scaled_mm(
-            q_MK, values_NK.T, scale_M.unsqueeze(1), scales_N.unsqueeze(0), out_dtype=x.dtype, use_fast_accum=True
-        )
-    else:
-        out_MN = (linear(q_MK.float(), values_NK) * scale_M.unsqueeze(1) * scales_N).to(x.dtype)
-    out = out_MN.view(*x.shape[:-1], -1)
+    out = scaled_product(*round_rows(x.flatten(0, -2), weight.form), weight, x.dtype).view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
+
+
+def scaled_product(q_MK: Tensor, scale_M: Tensor, weight: RowScaled, dtype: torch.dtype) -> Tensor:
+    """Products [M, N] in `dtype` of tokens in 8 bits, each with its scale, with the rows of a weight."""
+    values_NK = weight.values.reshape(-1, q_MK.shape[-1])
+    scales_N = weight.scales.flatten()
+    if values_NK.dtype == q_MK.dtype:
+        scales = scale_M.unsqueeze(1), scales_N.unsqueeze(0)
+        return torch._scaled_mm(q_MK, values_NK.T, *scales, out_dtype=dtype, use_fast_accum=True)
+    return (linear(q_MK.float(), values_NK) * scale_M.unsqueeze(1) * scales_N).to(dtype)
 
 
 def float8_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -118,10 +122,10 @@ def float8_format(device: str) -> torch.dtype | str:
     return f"this {device} device does not multiply in 8 bits: {problems[FLOAT8]}" if works is None else works
 
 
-def _quantize(x: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows [..., K] in 8 bits, and the scale of each, [...] float32."""
     wide = x.float()
-    scale = (wide.abs().amax(-1) / torch.finfo(form).max).clamp_min(_SMALLEST_SCALE)
+    scale = (wide.abs().amax(-1) / torch.finfo(form).max).clamp_min(SMALLEST_SCALE)
     return (wide / scale.unsqueeze(-1)).to(form), scale
 
 

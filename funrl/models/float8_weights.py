@@ -38,6 +38,12 @@ def quantized_bytes(layouts: trees.Tree) -> float:
     return float(nbytes)
 
 
+def quantizes_all(model: Model) -> bool:
+    """True if all projections of a model's layers have sizes of products in 8 bits."""
+    named = ((name, tuple(x.shape)) for name, x in trees.named({"layers": model.shapes["layers"]}))
+    return all(_is_quantized(*pair) for pair in named if pair[0].rsplit("/", 1)[-1] in PROJECTIONS)
+
+
 def float8_model_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
     """Reason why a model cannot generate with weights in 8 bits; None: it can.
 

@@ -95,7 +95,7 @@ class TorchBackend:
 
     def load(self, params: trees.Tree) -> None:
         self._take(params)
-        self._fused = FusedDecoder(self._fused_sizes, params) if self._stacks and self._fused_sizes else None
+        self._fused = FusedDecoder(self._fused_sizes, self._computed) if self._stacks and self._fused_sizes else None
 
     def _take(self, params: trees.Tree) -> None:
         self._fixed.discard(NO_ADAPTER)
@@ -260,7 +260,7 @@ class TorchBackend:
         if self._stacks is None:
             self._stacks = self._fused_sizes is not None and not self._adapters
             if self._fused_sizes is not None and self._stacks:
-                self._fused = FusedDecoder(self._fused_sizes, self._params)
+                self._fused = FusedDecoder(self._fused_sizes, self._computed)
 
     @functools.cached_property
     def _fused_sizes(self) -> StepSizes | None:

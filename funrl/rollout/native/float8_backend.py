@@ -7,7 +7,10 @@ import functools
 from torch import Tensor
 
 from funrl import trees
-from funrl.models.float8_weights import quantize_layers
+from funrl.compiled_kernels.decode_step import StepSizes
+from funrl.compiled_kernels.fused_decode import rounded_rows_error
+from funrl.compiled_kernels.gpu_kernels.trials import kernels_run
+from funrl.models.float8_weights import quantize_layers, quantizes_all
 from funrl.models.lora import with_adapters
 from funrl.models.model import Inputs, ModelCache
 from funrl.rollout.native.backends import NO_ADAPTER, TorchBackend, copy_into
@@ -60,5 +63,6 @@ class Float8Backend(TorchBackend):
         self._quantized = None
 
     @functools.cached_property
-    def _fused_sizes(self) -> None:
-        return None
+    def _fused_sizes(self) -> StepSizes | None:
+        sizes = super()._fused_sizes
+        return sizes if sizes and quantizes_all(self.model) and kernels_run(rounded_rows_error) else None
