@@ -19,6 +19,7 @@ from funrl.compiled_kernels.attention import attention_reference
 from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SPLIT_TILE, STOP, PassForm, SlotState
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.exact.registration import operator
+from funrl.compiled_kernels.float8 import RowScaled, float8_format, round_rows, scaled_product
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.norm import rms_norm_reference
 from funrl.compiled_kernels.paged_attention import kernel_for
@@ -33,18 +34,21 @@ GATE_UP = ("gate", "up")
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer; products as matrices [in, out], which share memory with the model's own weights."""
+    """Weights of one layer; products as matrices [in, out], which share memory with the model's own weights.
+
+    Those in 8 bits are matrices [out, in].
+    """
 
     attn_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | RowScaled
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Tensor | RowScaled
     o_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | RowScaled
+    down: Tensor | RowScaled
 
 
 class FusedDecoder:
@@ -114,27 +118,39 @@ def fused_problem(sizes: StepSizes | str, dtype: torch.dtype, device: torch.devi
 
 def _stack_layer(layer: Mapping[str, Any]) -> LayerWeights:
     """The weights of a layer as matrices; in its dicts the stacked ones become parts of one tensor each."""
-    attn: dict[str, Tensor] = layer["attn"]
-    mlp: dict[str, Tensor] = layer["mlp"]
+    attn: dict[str, Any] = layer["attn"]
+    mlp: dict[str, Any] = layer["mlp"]
     inner = attn["q"].shape[-1]
     bias = tuple(f"{name}_bias" for name in QKV)
     vectors = {name: attn[name].detach() for name in ("q_norm", "k_norm", "o_bias") if name in attn}
     return LayerWeights(
         attn_norm=layer["attn_norm"].detach(),
-        qkv=_stack(attn, QKV, inner).T,
+        qkv=_matrix(_stack(attn, QKV, inner)),
         qkv_bias=_stack(attn, bias, 1).flatten() if bias[0] in attn else None,
         q_norm=vectors.get("q_norm"),
         k_norm=vectors.get("k_norm"),
-        o=attn["o"].detach().flatten(1).T,
+        o=_matrix(attn["o"]),
         o_bias=vectors.get("o_bias"),
         mlp_norm=layer["mlp_norm"].detach(),
-        gate_up=_stack(mlp, GATE_UP, inner).T,
-        down=mlp["down"].detach().contiguous().T,
+        gate_up=_matrix(_stack(mlp, GATE_UP, inner)),
+        down=_matrix(mlp["down"]),
     )
 
 
-def _stack(part: dict[str, Tensor], names: tuple[str, ...], inner: int) -> Tensor:
+def _matrix(weight: Tensor | RowScaled) -> Tensor | RowScaled:
+    """A weight whose first dim is that of its outputs, as a matrix."""
+    if isinstance(weight, RowScaled):
+        return RowScaled(weight.values.flatten(1), weight.scales)
+    return weight.detach().flatten(1).contiguous().T
+
+
+def _stack(part: dict[str, Any], names: tuple[str, ...], inner: int) -> Any:
     """Weights of a part of a layer as one matrix of `inner` columns, whose rows they then are."""
+    if isinstance(part[names[0]], RowScaled):
+        values, scales = ({name: getattr(part[name], field) for name in names} for field in RowScaled._fields)
+        whole = RowScaled(_stack(values, names, inner), _stack(scales, names, 1).flatten())
+        part |= {name: RowScaled(values[name], scales[name]) for name in names}
+        return whole
     matrices = [part[name].detach().reshape(-1, inner) for name in names]
     whole = torch.cat(matrices)
     for name, rows in zip(names, whole.split([len(x) for x in matrices]), strict=True):
@@ -142,8 +158,11 @@ def _stack(part: dict[str, Tensor], names: tuple[str, ...], inner: int) -> Tenso
     return whole
 
 
-def _product(x_BK: Tensor, weight_KM: Tensor) -> Tensor:
-    """x weight, [B, M]; of few rows in parts [P, B, M] float32 whose sum it is."""
+def _product(x_BK: Tensor, weight_KM: Tensor | RowScaled) -> Tensor:
+    """x weight, [B, M]; of few rows, unless it is in 8 bits, in parts [P, B, M] float32 whose sum it is."""
+    if isinstance(weight_KM, RowScaled):
+        rounded_BK, scale_B = _rounded_rows(x_BK, weight_KM.form)
+        return scaled_product(rounded_BK, scale_B, weight_KM, x_BK.dtype)
     return torch.mm(x_BK, weight_KM) if len(x_BK) > SPLIT_PRODUCT_ROWS else _split_product(x_BK, weight_KM)
 
 
@@ -318,6 +337,20 @@ def _(x, dtype):
     return x.new_empty(x.shape[-2], x.shape[-1] // 2, dtype=dtype)
 
 
+@operator("funrl::rounded_rows")
+def _rounded_rows(x: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    if runs_kernels(x):
+        from funrl.compiled_kernels.gpu_kernels import decode_kernels as kernels
+
+        return kernels.launch_round_rows(x, form)
+    return round_rows(x, form)
+
+
+@_rounded_rows.register_fake
+def _(x, form):
+    return x.new_empty(x.shape, dtype=form), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
 @operator("funrl::split_product")
 def _split_product(x: Tensor, weight: Tensor) -> Tensor:
     if runs_kernels(x):
@@ -347,6 +380,16 @@ def parts_for(weight_KM: Tensor) -> int:
     """Parts of a product of few rows, whose programs are to occupy a GPU."""
     K, M = weight_KM.shape
     return max(1, min(_MOST_PARTS, _PROGRAMS // -(-M // SPLIT_TILE), K // _LEAST_SPAN))
+
+
+def rounded_rows_error(device: str) -> float:
+    """Largest error of the kernel that rounds rows to 8 bits, beside torch's operators on the host."""
+    form = float8_format(device)
+    if isinstance(form, str):
+        return torch.inf
+    x_BK = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    pairs = _rounded_rows(x_BK.to(device), form), round_rows(x_BK, form)
+    return largest_error((here.float(), there.double()) for here, there in zip(*pairs, strict=True))
 
 
 def fused_decode_error(device: str) -> float:

@@ -17,6 +17,7 @@ from funrl.compiled_kernels.packed import parts_of
 from funrl.mesh.collectives import gather_objects
 from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.settings import given_flag
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
@@ -55,8 +56,9 @@ def gap_problem(job: Job, parts: GeneratingParts) -> str | None:
         return f"--backend={settings.models.backend} sums in orders of its own"
     if not kernels_work():
         return "there are no C++ kernels here"
-    if not settings.engines.abilities.own_steps:
-        return f"--engine={settings.engines.engine} has kernels of its own"
+    if not settings.engines.abilities.own_steps or settings.engines.float8:
+        name = "rollout_dtype" if settings.engines.float8 else "engine"
+        return f"{given_flag(settings, name)} has kernels of its own"
     if job.dtype not in BITS:
         return f"there are no C++ kernels for {job.dtype}"
     if isinstance(sums, str):

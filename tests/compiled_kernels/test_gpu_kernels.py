@@ -27,6 +27,7 @@ CASES = (
     # fused decoding
     "norms_equal_float64",
     "gates_equal_float64",
+    "rounded_rows_are_those_of_torch",
     "heads_equal_float64",
     "split_products_equal_float64",
     "first_tokens_equal_float64",

@@ -95,7 +95,7 @@ class TorchBackend:
 
     def load(self, params: trees.Tree) -> None:
         self._take(params)
-        self._fused = FusedDecoder(self._fused_sizes, params) if self._stacks and self._fused_sizes else None
+        self._fused = FusedDecoder(self._fused_sizes, self._computed) if self._stacks and self._fused_sizes else None
 
     def _take(self, params: trees.Tree) -> None:
         self._fixed.discard(NO_ADAPTER)
@@ -105,6 +105,11 @@ class TorchBackend:
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
         self._params = params
         self._unembed_VD = unembed_VD
+
+    @property
+    def _computed(self) -> trees.Tree:
+        """The weights that passes compute with."""
+        return self._params
 
     def overwrite(self, params: trees.Tree) -> bool:
         """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
@@ -118,7 +123,7 @@ class TorchBackend:
             return False
         held = self._params, self._unembed_VD  # stacked weights of fused kernels are the memory of these
         self._take(params)
-        _copy_into(held, (self._params, self._unembed_VD))
+        copy_into(held, (self._params, self._unembed_VD))
         self._params, self._unembed_VD = held
         self._fixed.add(NO_ADAPTER)
         return True
@@ -131,7 +136,7 @@ class TorchBackend:
             self.load_adapter(number, Adapter(trees.map(_own_copy, adapter.factors), adapter.scale))
             self._fixed.add(number)
             return False
-        _copy_into(held.factors, adapter.factors)
+        copy_into(held.factors, adapter.factors)
         return True
 
     def drop(self) -> None:
@@ -216,7 +221,7 @@ class TorchBackend:
           owned: further inputs of prompts that own values.
         """
         inputs = Inputs(tokens_N.unsqueeze(0), paging=paging, cells_S=cells_S, **owned)
-        params = self._params if adapters is None else self._weights_with(adapters)
+        params = self._computed if adapters is None else self._weights_with(adapters)
         hidden_1ND, self._cache, aux = self.model.apply(params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
             self._routes.flatten(0, 1)[paging.places_N] = aux["ids_TK"].movedim(0, 1).flatten(1).to(ROUTE)
@@ -227,11 +232,11 @@ class TorchBackend:
         first, *others = adapters.used
         if others:
             tokens = {number: (adapters.number_N == number).unsqueeze(-1) for number in adapters.used if number >= 0}
-            return with_adapters(self._params, [(self._adapters[number], mask) for number, mask in tokens.items()])
+            return with_adapters(self._computed, [(self._adapters[number], mask) for number, mask in tokens.items()])
         if first < 0:
-            return self._params
+            return self._computed
         if first not in self._adapted:
-            self._adapted[first] = with_adapters(self._params, [(self._adapters[first], None)])
+            self._adapted[first] = with_adapters(self._computed, [(self._adapters[first], None)])
         return self._adapted[first]
 
     def decode(
@@ -255,7 +260,7 @@ class TorchBackend:
         if self._stacks is None:
             self._stacks = self._fused_sizes is not None and not self._adapters
             if self._fused_sizes is not None and self._stacks:
-                self._fused = FusedDecoder(self._fused_sizes, self._params)
+                self._fused = FusedDecoder(self._fused_sizes, self._computed)
 
     @functools.cached_property
     def _fused_sizes(self) -> StepSizes | None:
@@ -317,7 +322,7 @@ def _own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _copy_into(held: trees.Tree, new: trees.Tree) -> None:
+def copy_into(held: trees.Tree, new: trees.Tree) -> None:
     """Copy the numbers of tensors into others of the same shapes."""
     for x, source in zip(trees.leaves(held), trees.leaves(new), strict=True):
         x.copy_(source)

@@ -16,10 +16,11 @@ from funrl.data.packing import Packing
 from funrl.mesh.collectives import psum
 from funrl.models.weight_dtypes import narrow_weights
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.engine_gap import ENGINE_GAPS
 from funrl.trainer.steps.micro import own_places, packed, plan_epoch, row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
 from funrl.trainer.steps.skipped import Skips, odd_term
-from funrl.trainer.steps.step import ENGINE_GAPS, LossTotals, NotFiniteError, train_step
+from funrl.trainer.steps.step import LossTotals, NotFiniteError, train_step
 from funrl.trainer.steps.step_rows import (
     SINGLE_ROWS,
     Epoch,

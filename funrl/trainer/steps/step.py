@@ -17,9 +17,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Loss
-from funrl.algos.losses.ratios import bounded_exp
-from funrl.algos.masks import where_masked
-from funrl.algos.metrics import EffectiveShare, Max, Metric, token_mean_of, value_of
+from funrl.algos.metrics import Max, Metric, token_mean_of, value_of
 from funrl.algos.reading import reads
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
@@ -28,6 +26,7 @@ from funrl.models.weight_dtypes import cast_weights, renew_copies
 from funrl.optim import global_norm, step_
 from funrl.optim.gradients import add_gradients, widened
 from funrl.processes.heartbeat import beat
+from funrl.trainer.steps.engine_gap import engine_gap, gap_metrics
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import (
     ROUTER_COUNTS,
@@ -287,43 +286,6 @@ def fields_of(loss: Loss) -> frozenset[str]:
     return read.required | read.optional
 
 
-EFFECTIVE_SHARE = "rollout/effective_share"
-ENGINE_GAPS = frozenset(
-    {"rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout/stale_gap_max", EFFECTIVE_SHARE}
-)
-
-
-def engine_gap(batch: Batch) -> dict[str, Metric]:
-    """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest.
-
-    The largest is of tokens that the weights which score them sampled, with keys and values that these computed; that
-    of all others is `rollout/stale_gap_max`. Where rows may be stale, `rollout/effective_share` is the effective sample
-    size of the importance weights trainer / engine, as a share of the tokens.
-    """
-    given = batch.get("demonstration")  # tokens that no engine sampled
-    mask_BT = batch.mask if given is None else batch.mask & ~given
-    gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), mask_BT)
-    stale_BT = batch.get("stale")
-    metrics: dict[str, Metric] = {"rollout/logprob_gap_mean": token_mean_of(gap_BT, mask_BT)}
-    if stale_BT is None:
-        return metrics | {"rollout/logprob_gap_max": _largest(gap_BT)}
-    weight_BT = engine_weights(batch, mask_BT)
-    return metrics | {
-        "rollout/logprob_gap_max": _largest(where_masked(gap_BT, ~stale_BT)),
-        "rollout/stale_gap_max": _largest(where_masked(gap_BT, stale_BT)),
-        EFFECTIVE_SHARE: EffectiveShare(weight_BT.sum(), weight_BT.square().sum(), mask_BT.count_nonzero().to(gap_BT)),
-    }
-
-
-def engine_weights(batch: Batch, mask_BT: Tensor) -> Tensor:
-    """Importance weights trainer / engine [B, T] of the tokens of a mask, 0 elsewhere; the log is clamped to +-20."""
-    return where_masked(bounded_exp(batch.old_logp - batch.rollout_logp), mask_BT)
-
-
-def _largest(x: Tensor) -> Max:
-    return Max(x.max() if x.numel() else x.new_zeros(()))
-
-
 def _joined(joined: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:
     """Sums (numerators, parts of metrics) and largest values, with those of one more micro-batch."""
     mine = (numerators, {k: tuple(v) for k, v in metrics.items() if not isinstance(v, Max)})
@@ -348,7 +310,7 @@ def _values(
     if peaks:
         names, most = zip(*peaks.items(), strict=True)
         values |= dict(zip(names, pmax(torch.stack(most), mesh, mesh.row_axes), strict=True))
-    return load_metrics(values), value_of(numerators, tuple(denominators))
+    return gap_metrics(load_metrics(values)), value_of(numerators, tuple(denominators))
 
 
 def weights_to_learn(role: Role, params: trees.Tree) -> trees.Tree:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh.collectives import psum
 from funrl.mesh.pools.transfer import SentWeights
 from funrl.mesh.reshard import reshard
 from funrl.models.deployed import DeviceWeights, deployed
@@ -15,6 +17,7 @@ from funrl.models.lora import on_base
 from funrl.models.weight_dtypes import narrow_weights, weight_dtype
 from funrl.role_kinds import BASE
 from funrl.rollout.certificate import certify, compare_weights, sync_digests
+from funrl.rollout.native.control_rows import ControlTotals
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.settings.settings import Settings
@@ -240,6 +243,25 @@ def wait_for_proof(parts: Parts) -> None:
     """
     if isinstance(parts, GeneratingParts):
         parts.generator.proof.settle()
+
+
+def control_metrics(parts: Parts) -> dict[str, float]:
+    """Metrics of the engines' control rows since the last call; none where engines have none. Collective.
+
+    "rollout/control_gap_mean" is the distance in nats of the log-probabilities in 8 bits from those of the weights as
+    they were loaded; "rollout/control_kept" the share of a row's tokens before the first that the same noise samples
+    otherwise by these.
+    """
+    engine = parts.generator.whole if isinstance(parts, GeneratingParts) else None
+    if not isinstance(parts, GeneratingParts) or not isinstance(engine, NativeEngine) or engine.control is None:
+        return {}
+    mesh = parts.generator.mesh
+    own = torch.tensor(engine.control.take(), dtype=torch.float64, device=mesh.device)
+    totals = ControlTotals(*psum(own, mesh, mesh.row_axes).tolist())
+    if not totals.tokens:
+        return {}
+    means = totals.distance / totals.tokens, totals.kept / totals.rows
+    return dict(zip(("rollout/control_gap_mean", "rollout/control_kept"), means, strict=True))
 
 
 def proof_metrics(parts: Parts) -> dict[str, float]:
