@@ -42,14 +42,18 @@ class DirectOperator:
     Attributes:
       definition: the operator, as torch knows it.
       function: what computes it on the CPU.
+      devices: types of devices on whose plain tensors the function is called.
     """
 
     definition: CustomOpDef
     function: Callable
+    devices: tuple[str, ...] = ("cpu",)
 
     def __call__(self, *args: Any) -> Any:
         """Results of the operator."""
-        if torch.compiler.is_compiling() or not is_plain(*_tensors(args)):  # first, so that no graph has `_tensors`
+        if torch.compiler.is_compiling() or not is_plain(
+            *_tensors(args), devices=self.devices
+        ):  # first, so that no graph has `_tensors`
             return self.definition(*args)
         return self.function(*args)
 
@@ -71,7 +75,10 @@ def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
 
 
 def operator(
-    name: str, mutates_args: tuple[str, ...] = (), device_types: str | None = None
+    name: str,
+    mutates_args: tuple[str, ...] = (),
+    device_types: str | None = None,
+    direct: tuple[str, ...] = ("cpu",),
 ) -> Callable[[Callable], DirectOperator]:
     """Register a function as an operator named "NAMESPACE::NAME".
 
@@ -79,11 +86,12 @@ def operator(
       name: of the operator.
       mutates_args: names of the arguments that it writes to.
       device_types: of the devices that the function computes on; None: all of them.
+      direct: types of devices on whose plain tensors the function is called directly.
     """
 
     def decorate(fn: Callable) -> DirectOperator:
         return DirectOperator(
-            torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn
+            torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn, direct
         )
 
     return decorate
