@@ -11,17 +11,18 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 _PROBED = "cuda"  # where the kernels are tried
-_TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
+TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
 
 
 @functools.cache
-def kernels_run(trial: Callable[[str], float]) -> bool:
+def kernels_run(trial: Callable[..., float], *dtypes: torch.dtype) -> bool:
     """True if kernels compute what torch's operators do on this machine's GPU; logged once.
 
     Args:
       trial: device -> the largest error of a small call; its name is that of the subject, with "_error" after it.
+      dtypes: further arguments of the trial.
     """
-    problem = trial_problem(trial)
+    problem = trial_problem(trial, *dtypes)
     subject = trial.__name__.removesuffix("_error").replace("_", " ")
     if problem is None:
         log.info("Triton kernels on the GPU: %s", subject)
@@ -30,15 +31,15 @@ def kernels_run(trial: Callable[[str], float]) -> bool:
     return False
 
 
-def trial_problem(trial: Callable[[str], float]) -> str | None:
+def trial_problem(trial: Callable[..., float], *dtypes: torch.dtype) -> str | None:
     """Reason why kernels are not for this machine's GPU; None: they are."""
     try:
-        error = trial(_PROBED)
+        error = trial(_PROBED, *dtypes)
     except ImportError as problem:
         return f"{problem}; torch for CUDA and ROCm brings triton along"
     except Exception as problem:  # a compiler's errors share no type
         return f"{type(problem).__name__}: {problem}".partition("\n")[0]
-    return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
+    return None if error < TOLERANCE else f"its results differ by {error:.2g} from the reference's"
 
 
 def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

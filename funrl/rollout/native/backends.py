@@ -376,7 +376,7 @@ class PackedBackend:
 
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
         if adapter is None:
-            del self._adapters[number]
+            del self._adapters[number], self._factor_names[number]
         else:
             self._adapters[number] = self._packed.adapter(factors_of_layers(adapter.factors), adapter.scale)
             self._factor_names[number] = [name for name, _ in trees.named(adapter.factors)]
