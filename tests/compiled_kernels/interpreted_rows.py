@@ -321,6 +321,6 @@ def set_up():
     """Run the kernels with two programs, or turns, for a row."""
     kernels._WIDTH = 32
     operators.l2_blocks = lambda device: operators.ColumnBlocks(numbers=64, processors=2)
-    operators._TILE = (2, 8)  # rows and columns: two waves of a block of 4 rows are 16 columns
+    operators.TILE = (2, 8)  # rows and columns: two waves of a block of 4 rows are 16 columns
     head.operators.by_kernels = lambda *hidden, **trial: True
     head.computes_exactly = lambda *tensors: False

@@ -193,7 +193,7 @@ class ResultNames(TorchDispatchMode):
 )
 def test_sizes_of_blocks(name, megabytes, processors, tokens, width):
     """Two thirds of the L2 and whole turns of all processors; no blocks where the cache has one turn or less."""
-    numbers = int(operators._L2_SHARE * megabytes * 2**20) // 4
+    numbers = int(operators.L2_SHARE * megabytes * 2**20) // 4
     columns = operators.ColumnBlocks(numbers, processors).width(tokens, 151936)
     assert columns == width and (columns == 151936 or 128 * -(-tokens // 128) * columns <= numbers)
 

@@ -17,8 +17,8 @@ from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.logit_rows.plain import row_sums_, to_d_logits_
 from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, RowSettings
 
-_L2_SHARE = 2 / 3  # of the cache that a block of logits takes; the operands of its product pass through the rest
-_TILE = (128, 256)  # rows and columns of a product that one processor computes at a time
+L2_SHARE = 2 / 3  # of the cache that a block of logits takes; the operands of its product pass through the rest
+TILE = (128, 256)  # rows and columns of a product that one processor computes at a time
 _LEAST_WAVES = 2  # tiles of each processor, below which products by blocks lose more than reads of logits cost
 _DIRECT = ("cpu", "cuda")  # a block takes a GPU less time than torch's call of an operator takes the host
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of hidden states whose logits are in float32
@@ -40,9 +40,9 @@ class ColumnBlocks(NamedTuple):
 
         The tiles of a block occupy all processors twice or more, so that its product loses little at the end.
         """
-        rows = -(-tokens // _TILE[0])
-        waves = self.numbers // (self.processors * _TILE[0] * _TILE[1])
-        width = waves * self.processors // max(1, rows) * _TILE[1]
+        rows = -(-tokens // TILE[0])
+        waves = self.numbers // (self.processors * TILE[0] * TILE[1])
+        width = waves * self.processors // max(1, rows) * TILE[1]
         return min(width, columns) if waves >= _LEAST_WAVES and width else columns
 
 
@@ -62,7 +62,7 @@ def l2_blocks(device: torch.device) -> ColumnBlocks | None:
 @functools.cache
 def _gpu_blocks(index: int | None) -> ColumnBlocks:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
-    return ColumnBlocks(int(_L2_SHARE * facts.L2_cache_size) // 4, facts.multi_processor_count)
+    return ColumnBlocks(int(L2_SHARE * facts.L2_cache_size) // 4, facts.multi_processor_count)
 
 
 def empty_row_sums(rows: int, picks: int, settings: RowSettings, device: torch.device) -> tuple[Tensor, Tensor]:
