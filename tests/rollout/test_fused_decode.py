@@ -12,8 +12,11 @@ from funrl import trees
 from funrl.compiled_kernels import fused_decode
 from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_decode_error, fused_problem, parts_for
 from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
+from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import compile_layer, decoder_config, decoder_model
+from funrl.models.decoder import experts
+from funrl.models.decoder.routing import Experts
 from funrl.models.model import Lora
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device import decode_state
@@ -109,6 +112,31 @@ def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
         plain.load(plain.weights.named(weights(config, torch.float64, seed)), seed)
         assert kept == (seed > 1) and (not kept or addresses() == seen[-1][1])
         assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gate_and_up_of_experts_are_one_product(monkeypatch, dtype):
+    """The model's own weights become parts of one, and follow a load into the memory that captured passes read."""
+    config = decoder_config(**SMALL, experts=Experts(4, 2, 12))
+    engine, plain = (engine_of(config, dtype, packed=False, static=True) for _ in range(2))
+    backend = engine._backend
+    backend._stacks = True  # as on a GPU
+    sampling = Sampling(max_new_tokens=6)
+    products = []
+    for seed in (1, 2, 3):
+        given = weights(config, dtype, seed)
+        for item in (engine, plain):
+            item.load(item.weights.named(given), seed)
+        held, expected = (dict(trees.named(x)) for x in (dict(backend.held()), given))
+        assert held.keys() == expected.keys() and all(torch.equal(held[name], expected[name]) for name in held)
+        assert len({held[f"layers/0/mlp/expert_{name}"].untyped_storage().data_ptr() for name in ("gate", "up")}) == 1
+        got, other = (completed(item, PROMPTS, sampling) for item in (engine, plain))
+        assert_same(got, other, 1e-9 if dtype is torch.float64 else 0)
+    monkeypatch.setattr(
+        experts, "grouped_linear", lambda *args: products.append(args[1].shape) or grouped_linear(*args)
+    )
+    completed(engine, PROMPTS[:1], Sampling(max_new_tokens=1))
+    assert (4, 24, config.embed) in products and (4, 12, config.embed) not in products
 
 
 def test_weights_that_adapters_stand_on_are_not_stacked():
