@@ -55,7 +55,7 @@ from funrl.models.model import RouterLoad
 from funrl.models.split_residual import all_tokens, enter, leave, own_tokens
 from funrl.models.token_costs import LayerCost
 
-GATE_UP = "expert_gate_up"  # beside its parts in weights that do not learn: [E, 2 F, D]
+EXPERT_GATE_UP = "expert_gate_up"  # beside its parts in weights that do not learn: [E, 2 F, D]
 _STACKED = ("expert_gate", "expert_up")
 
 
@@ -71,7 +71,7 @@ def stack_gate_up(params: trees.Tree) -> trees.Tree:
         if all(name in params for name in _STACKED):
             whole_EFD = torch.cat([params[name].detach() for name in _STACKED], 1)
             params |= dict(zip(_STACKED, whole_EFD.chunk(2, 1), strict=True))
-            stacked[GATE_UP] = whole_EFD
+            stacked[EXPERT_GATE_UP] = whole_EFD
         return params | stacked if stacked else None
     if isinstance(params, tuple):
         layers = [stack_gate_up(x) for x in params]
@@ -173,7 +173,7 @@ def mixture(
 
     Args:
       params: "router" [E, D], "expert_gate" and "expert_up" [E, F, D], "expert_down" [E, D, F]; where there are such,
-        `GATE_UP` of `stack_gate_up`, "router_bias" [E], the shared expert's "shared_gate", "shared_up" and
+        `EXPERT_GATE_UP` of `stack_gate_up`, "router_bias" [E], the shared expert's "shared_gate", "shared_up" and
         "shared_down", and "shared_router" [1, D]. This rank's parts.
       h_BTD: this rank's tokens, the same on every tensor rank; where `split`, its part of them, as is what is returned.
       real_BT: false at padding, which goes to no expert; None: there is none.
@@ -346,8 +346,8 @@ def _feed_forward(
     Args:
       order_M: numbers of the rows before they were sorted.
     """
-    if GATE_UP in params:
-        gate_MF, up_MF = grouped_linear(x_MD, params[GATE_UP], ends_E).chunk(2, -1)
+    if EXPERT_GATE_UP in params:
+        gate_MF, up_MF = grouped_linear(x_MD, params[EXPERT_GATE_UP], ends_E).chunk(2, -1)
     else:
         gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in _STACKED)
     if (clamped := experts.clamped) is None:
