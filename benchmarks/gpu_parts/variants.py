@@ -85,7 +85,7 @@ def grouped_rows(bench: Bench) -> Rows:
         return lambda: grouped_linear(x, weight, ends), (x, weight, ends)
 
     cases: dict[str, Callable[[torch.device], Case]] = {
-        "gradient of rows, weight as it lies": lambda on: transposed(on, copied=False),
+        "gradient of rows, weight as it is": lambda on: transposed(on, copied=False),
         "gradient of rows, weight copied": lambda on: transposed(on, copied=True),
         **both_ways("one product of experts", lambda on: grouped(on, sizes)),
         **both_ways("half of the rows without an expert", half_full),

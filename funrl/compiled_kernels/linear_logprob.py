@@ -23,7 +23,7 @@ from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilitie
 from funrl.compiled_kernels.linear import add_products_, has_wide_products, product, sum_of_products
 from funrl.compiled_kernels.logit_rows import operators
 from funrl.compiled_kernels.logit_rows.plain import cap_slope, row_sums_, to_d_logits_
-from funrl.compiled_kernels.logit_rows.settings import RowSettings
+from funrl.compiled_kernels.logit_rows.settings import LogitBlock, RowSettings
 from funrl.compiled_kernels.packed import parts_of
 from funrl.mesh.collectives import all_gather, pmax, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -318,12 +318,12 @@ def _kernel_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream,
     settings = _settings(given.temperature, given.cap, given.grads)
     d_PV = unembed_VD.new_empty(len(row_PN), len(unembed_VD), dtype=hidden_TD.dtype)
     chunks = [x.split(chunk) for x in (hidden_TD[part], row_PN, grad_PN, facts_P6)]
-    for block in operators.column_blocks(min(chunk, len(row_PN)), len(unembed_VD), unembed_VD.device):
-        unembed_BD = unembed_VD[block]
-        for d_CB, hidden_CD, row_CN, grad_CN, facts_C6 in zip(d_PV[:, block].split(chunk), *chunks, strict=True):
-            logits_CB = _products(hidden_CD, unembed_BD)
-            operators.logit_gradients(d_CB, logits_CB, row_CN, grad_CN, facts_C6, block.start, settings)
-            del logits_CB  # the next block takes its memory, of which the cache has a copy
+    for columns in operators.column_blocks(min(chunk, len(row_PN)), len(unembed_VD), unembed_VD.device):
+        unembed_BD = unembed_VD[columns]
+        for d_CB, hidden_CD, row_CN, grad_CN, facts_C6 in zip(d_PV[:, columns].split(chunk), *chunks, strict=True):
+            block = LogitBlock(_products(hidden_CD, unembed_BD), row_CN, columns.start)
+            operators.logit_gradients(d_CB, block, grad_CN, facts_C6, settings)
+            del block  # the next one takes its memory, of which the cache has a copy
     return d_PV
 
 
@@ -432,12 +432,12 @@ def _kernel_sums(
     T, V = len(hidden_TD), len(unembed_VD)
     sums_TS, picked_TN = operators.empty_row_sums(T, row_TN.shape[1], settings, hidden_TD.device)
     chunks = [x.split(chunk) for x in (sums_TS, picked_TN, hidden_TD, row_TN.contiguous())]
-    for block in operators.column_blocks(min(chunk, T), V, unembed_VD.device):
-        unembed_BD = unembed_VD[block]
+    for columns in operators.column_blocks(min(chunk, T), V, unembed_VD.device):
+        unembed_BD = unembed_VD[columns]
         for sums_CS, picked_CN, hidden_CD, row_CN in zip(*chunks, strict=True):
-            logits_CB = _products(hidden_CD, unembed_BD)
-            operators.add_row_sums_(sums_CS, picked_CN, logits_CB, row_CN, block.start, settings)
-            del logits_CB  # the next block takes its memory, of which the cache has a copy
+            block = LogitBlock(_products(hidden_CD, unembed_BD), row_CN, columns.start)
+            operators.add_row_sums_(sums_CS, picked_CN, block, settings)
+            del block  # the next one takes its memory, of which the cache has a copy
     top_T, *sums = sums_TS.unbind(1)
     return [top_T, picked_TN.sub_(top_T[:, None]), *sums]
 

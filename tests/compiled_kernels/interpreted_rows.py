@@ -10,7 +10,7 @@ from funrl.compiled_kernels.gpu_kernels import trials
 from funrl.compiled_kernels.linear_divergence import divergence, divergence_error, linear_divergence
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, topk
 from funrl.compiled_kernels.logit_rows import kernels, operators
-from funrl.compiled_kernels.logit_rows.settings import RowSettings
+from funrl.compiled_kernels.logit_rows.settings import LogitBlock, RowSettings
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 C, V, D, N = 4, 45, 6, 3
@@ -47,7 +47,7 @@ def sums_of_blocks(x_CV, row_CN, settings, width):
         x.fill_(torch.nan)  # what memory has at first
     for first in range(0, x_CV.shape[1], width):
         x_CB = x_CV[:, first : first + width].contiguous()
-        operators.add_row_sums_(sums_CS, picked_CN, x_CB, row_CN, first, settings)
+        operators.add_row_sums_(sums_CS, picked_CN, LogitBlock(x_CB, row_CN, first), settings)
     return sums_CS, picked_CN - sums_CS[:, :1]
 
 
@@ -106,8 +106,8 @@ def blocks_equal_float64():
         whole_CV = torch.full((rows, columns + 3), torch.nan)  # rows of which these are the first columns
         for first in range(0, columns, width):
             block = slice(first, min(first + width, columns))
-            x_CB = x_CV[:, block].contiguous()
-            operators.logit_gradients(whole_CV[:, block], x_CB, row_CN, grad_CN, facts_C6, first, settings)
+            logits = LogitBlock(x_CV[:, block].contiguous(), row_CN, first)
+            operators.logit_gradients(whole_CV[:, block], logits, grad_CN, facts_C6, settings)
         close(whole_CV[:, :columns], expected_CV, 2e-5)
         assert whole_CV[:, columns:].isnan().all()
 
@@ -143,11 +143,9 @@ def gradients_equal_float64():
             out_CV = torch.full((C, V), torch.nan, dtype=out_dtype)
             kernels.launch_gradients(
                 out_CV,
-                x_CV,
-                picked_columns(),
+                LogitBlock(x_CV, picked_columns()),
                 torch.where(mine_CN, over["logp"], 0),
                 operators.row_facts(normalizer_C, known, over),
-                0,
                 RowSettings(temperature, cap or 0.0, True, True),
             )
             close(out_CV, expected_CV, tolerance)
@@ -296,7 +294,7 @@ def wrong_kernels_are_found():
     trials._PROBED = "cpu"
     assert trials.trial_problem(operators.logit_rows_error) is None and trials.trial_problem(divergence_error) is None
     right = kernels.launch_gradients
-    kernels.launch_gradients = lambda out_CV, *given: right(out_CV, *given[:2], 2 * given[2], *given[3:])
+    kernels.launch_gradients = lambda out_CV, block, grad_CN, *given: right(out_CV, block, 2 * grad_CN, *given)
     try:
         assert "differ by 1 from" in trials.trial_problem(operators.logit_rows_error)
     finally:

@@ -14,7 +14,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-from funrl.compiled_kernels.logit_rows.settings import RowSettings
+from funrl.compiled_kernels.logit_rows.settings import LogitBlock, RowSettings
 
 # Columns of a program, a power of two: each thread of 256 then holds 8 of them, and with up to four running sums of
 # each about 40 registers, far from the limit of any GPU (a CDNA wave of 64 lanes holds half as many). Nothing but the
@@ -156,14 +156,13 @@ def _d_logits(
     tl.store(out_ptr + c * stride + column, d * slope, mask=column < B)
 
 
-def launch_row_sums(
-    x_CB: Tensor, row_CN: Tensor, sums_CS: Tensor, picked_CN: Tensor, first: int, settings: RowSettings
-) -> None:
+def launch_row_sums(block: LogitBlock, sums_CS: Tensor, picked_CN: Tensor, settings: RowSettings) -> None:
     """Add a block of columns to the running sums of rows, by one read of its logits.
 
     Args: those of `funrl.compiled_kernels.logit_rows.operators.add_row_sums_`.
     """
     temperature, cap, entropy, squared = settings
+    x_CB, row_CN, first = block
     C, B = x_CB.shape
     N = row_CN.shape[1]
     assert sums_CS.is_contiguous() and picked_CN.is_contiguous(), "rows of sums stand end to end"
@@ -175,19 +174,14 @@ def launch_row_sums(
 
 
 def launch_gradients(
-    out_CB: Tensor,
-    x_CB: Tensor,
-    row_CN: Tensor,
-    grad_CN: Tensor,
-    facts_C6: Tensor,
-    first: int,
-    settings: RowSettings,
+    out_CB: Tensor, block: LogitBlock, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
 ) -> None:
     """Write the gradient of a block of logits to `out_CB`, which shares no memory with it, by one read and one write.
 
     Args: those of `funrl.compiled_kernels.logit_rows.operators.logit_gradients`.
     """
     temperature, cap, entropy, squared = settings
+    x_CB, row_CN, first = block
     C, B = x_CB.shape
     N = row_CN.shape[1]
     assert out_CB.stride(1) == 1, "columns of gradients stand side by side"

@@ -15,7 +15,7 @@ from torch import Tensor
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.logit_rows.plain import row_sums_, to_d_logits_
-from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, RowSettings
+from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, LogitBlock, RowSettings
 
 L2_SHARE = 2 / 3  # of the cache that a block of logits takes; the operands of its product pass through the rest
 TILE = (128, 256)  # rows and columns of a product that one processor computes at a time
@@ -72,55 +72,48 @@ def empty_row_sums(rows: int, picks: int, settings: RowSettings, device: torch.d
     return sums_CS, picked_CN
 
 
-def add_row_sums_(
-    sums_CS: Tensor, picked_CN: Tensor, x_CB: Tensor, row_CN: Tensor, first: int, settings: RowSettings
-) -> None:
-    """Add a block of columns to running sums over the columns of logits; the logits stay as they are.
+def add_row_sums_(sums_CS: Tensor, picked_CN: Tensor, block: LogitBlock, settings: RowSettings) -> None:
+    """Add a block of columns to running sums over the columns of logits.
 
     Args:
       sums_CS: float32 maxima m of z = logit / temperature, capped; sums e^(z - m); of the extras that are wanted sums
         (z - m) e^(z - m) and e^2(z - m).
       picked_CN: float32 z of the picked columns; those outside of the block stay as they are.
-      x_CB: logits of the block, before cap and temperature.
-      row_CN: picked columns of all blocks, int64.
-      first: number of the block's first column; at 0 the sums begin.
+      block: the sums begin with the first one.
       settings: with the extras that are wanted.
     """
-    _row_sums(x_CB, row_CN, sums_CS, picked_CN, first, *settings)
+    _row_sums(block.x_CB, block.row_CN, sums_CS, picked_CN, block.first, *settings)
 
 
 def logit_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
     """`row_sums_` of logits before cap and temperature, which stay as they are.
 
-    Args: those of `add_row_sums_`, of all columns.
+    Args:
+      x_CV: logits.
+      row_CN: picked columns, int64.
+      settings: with the extras that are wanted.
 
     Returns: [C, S] float32 maxima, sums of e^x and of the extras; [C, N] the picked columns' x.
     """
     sums_CS, picked_CN = empty_row_sums(len(x_CV), row_CN.shape[1], settings, x_CV.device)
-    add_row_sums_(sums_CS, picked_CN, x_CV, row_CN, 0, settings)
+    add_row_sums_(sums_CS, picked_CN, LogitBlock(x_CV, row_CN), settings)
     return sums_CS, picked_CN.sub_(sums_CS[:, :1])
 
 
 @torch.no_grad()  # in a backward pass, which is not differentiated again
 def logit_gradients(
-    out_CB: Tensor,
-    x_CB: Tensor,
-    row_CN: Tensor,
-    grad_CN: Tensor,
-    facts_C6: Tensor,
-    first: int,
-    settings: RowSettings,
+    out_CB: Tensor, block: LogitBlock, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
 ) -> None:
-    """`to_d_logits_` of a block of logits before cap and temperature, written to other memory in its dtype.
+    """`to_d_logits_` of a block of logits, written to other memory in its dtype.
 
     Args:
       out_CB: takes the gradients; columns of wider rows, or rows of their own.
-      x_CB, row_CN, first: as in `add_row_sums_`.
+      block: the logits.
       grad_CN: gradients of picked columns, over the temperature; 0: the column is another rank's.
       facts_C6: of `row_facts`.
       settings: with the extras that have a gradient.
     """
-    _d_logits(out_CB, x_CB, row_CN, grad_CN, facts_C6, first, *settings)
+    _d_logits(out_CB, *block[:2], grad_CN, facts_C6, block.first, *settings)
 
 
 # Flat arguments: torch.library takes tensors and numbers, no records.
@@ -139,7 +132,7 @@ def _row_sums(
     from funrl.compiled_kernels.logit_rows import kernels
 
     settings = RowSettings(temperature, cap, entropy, squared)
-    kernels.launch_row_sums(x_CB, row_CN, sums_CS, picked_CN, first, settings)
+    kernels.launch_row_sums(LogitBlock(x_CB, row_CN, first), sums_CS, picked_CN, settings)
 
 
 @_row_sums.register_fake
@@ -163,7 +156,7 @@ def _d_logits(
     from funrl.compiled_kernels.logit_rows import kernels
 
     settings = RowSettings(temperature, cap, entropy, squared)
-    kernels.launch_gradients(out_CB, x_CB, row_CN, grad_CN, facts_C6, first, settings)
+    kernels.launch_gradients(out_CB, LogitBlock(x_CB, row_CN, first), grad_CN, facts_C6, settings)
 
 
 @_d_logits.register_fake
@@ -274,12 +267,10 @@ def logit_rows_error(device: str) -> float:
     out_CV = torch.empty_like(x_CV)
     settings = RowSettings()
     sums_CS, picked_here_C1 = empty_row_sums(*row_C1.shape, settings, x_CV.device)
-    for block in (slice(0, 48), slice(48, 70)):
-        x_CB = x_CV[:, block].contiguous()
-        add_row_sums_(sums_CS, picked_here_C1, x_CB, row_C1, block.start, settings)
-        logit_gradients(
-            out_CV[:, block], x_CB, row_C1, torch.ones_like(picked_here_C1), facts_C6, block.start, settings
-        )
+    for columns in (slice(0, 48), slice(48, 70)):
+        block = LogitBlock(x_CV[:, columns].contiguous(), row_C1, columns.start)
+        add_row_sums_(sums_CS, picked_here_C1, block, settings)
+        logit_gradients(out_CV[:, columns], block, torch.ones_like(picked_here_C1), facts_C6, settings)
     shifted_C1 = picked_here_C1 - sums_CS[:, :1]
     pairs = (sums_CS, torch.stack([top_C, sum_C], 1)), (shifted_C1, picked_C1), (out_CV, expected_CV)
     return largest_error(pairs)
