@@ -7,6 +7,7 @@ kernels of `gpu_kernels.decode_kernels`, each an operator; on a CPU an operator 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from funrl.compiled_kernels.attention import attention_reference
 from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SPLIT_TILE, STOP, PassForm, SlotState
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.exact.registration import operator
-from funrl.compiled_kernels.gpu_kernels.trials import TOLERANCE, kernels_run, largest_error
+from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.norm import rms_norm_reference
 from funrl.compiled_kernels.paged_attention import kernel_for
 from funrl.compiled_kernels.rotary import frequencies
@@ -31,6 +32,7 @@ _PROGRAMS = 264  # two for each processor of an H200
 QKV = ("q", "k", "v")
 GATE_UP = ("gate", "up")
 _ROUNDINGS = 4  # to 16 bits, one after the other, that kernels and references do not share
+_TRIED = 1e-4  # error that a trial lets pass
 
 
 class LayerWeights(NamedTuple):
@@ -110,7 +112,7 @@ def fused_problem(sizes: StepSizes | str, dtype: torch.dtype, device: torch.devi
         return f"decoding by fused kernels is in 16 bits, not in {dtype}"
     if kernel_for(device.type, dtype, sizes.head, page) is None:
         return f"no kernel attends over pages of {page} tokens with heads of {sizes.head}"
-    return None if kernels_run(fused_decode_error, dtype) else "the fused kernels do not run on this GPU"
+    return None if kernels_run(trial_in(dtype)) else "the fused kernels do not run on this GPU"
 
 
 def _stack_layer(layer: Mapping[str, Any]) -> LayerWeights:
@@ -350,6 +352,17 @@ def parts_for(weight_KM: Tensor) -> int:
     return max(1, min(_MOST_PARTS, _PROGRAMS // -(-M // SPLIT_TILE), K // _LEAST_SPAN))
 
 
+@functools.cache
+def trial_in(dtype: torch.dtype) -> Callable[[str], float]:
+    """`fused_decode_error` in a dtype."""
+
+    @functools.wraps(fused_decode_error)
+    def trial(device: str) -> float:
+        return fused_decode_error(device, dtype)
+
+    return trial
+
+
 def fused_decode_error(device: str, dtype: torch.dtype = torch.float32) -> float:
     """Largest error of the kernels in a small call of each, beside the references in float64 on the host.
 
@@ -399,4 +412,4 @@ def fused_decode_error(device: str, dtype: torch.dtype = torch.float32) -> float
         return largest_error(pairs)
     rounding = _ROUNDINGS * torch.finfo(dtype).eps
     shares = [(x.cpu().double() - there) / (1 + there.abs()) / rounding for x, there in pairs]
-    return TOLERANCE * largest_error((share, torch.zeros_like(share)) for share in shares)
+    return _TRIED * largest_error((share, torch.zeros_like(share)) for share in shares)

@@ -10,7 +10,7 @@ from test_engine_families import CONFIGS as OTHERS
 
 from funrl import trees
 from funrl.compiled_kernels import fused_decode
-from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_decode_error, fused_problem, parts_for
+from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_problem, parts_for, trial_in
 from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
 from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.mesh.mesh import Mesh, parse
@@ -195,14 +195,14 @@ def test_which_models_it_is_for(monkeypatch):
     cuda = torch.device("cuda")
     sizes = decoder_model(PLAIN["llama"]).abilities.compiled_step
     other = decoder_model(OTHERS["gemma2"]).abilities.compiled_step
-    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: trial is trial_in(torch.bfloat16))
     monkeypatch.setattr(fused_decode, "kernel_for", lambda *_: None)
     assert fused_problem(other, torch.bfloat16, cuda, 256).startswith("fused decoding kernels do not take")
     assert "in 16 bits, not in torch.float32" in fused_problem(sizes, torch.float32, cuda, 256)
     assert "no kernel attends over pages of 256 tokens" in fused_problem(sizes, torch.bfloat16, cuda, 256)
     monkeypatch.setattr(fused_decode, "kernel_for", lambda *_: object())
     assert fused_problem(sizes, torch.bfloat16, cuda, 256) is None
-    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial, dtype: dtype == torch.float16)
+    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: trial is trial_in(torch.float16))
     assert "do not run" in fused_problem(sizes, torch.bfloat16, cuda, 256)
 
 
@@ -231,7 +231,7 @@ def test_parts_occupy_a_gpu_and_divide_the_sum():
 def test_a_gpu_decodes_by_the_kernels():
     """Greedy completions in bfloat16, by kernels and by the model's own operators: few tokens differ by rounding."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert trial_problem(fused_decode_error, dtype) is None
+        assert trial_problem(trial_in(dtype)) is None
     assert trial_problem(row_sampler_error) is None
     config = decoder_config(**SMALL | {"head": 64}, family="qwen3", qk_norm=True)
     mesh = Mesh(parse("dp1"), 0, torch.device("cuda"))

@@ -11,18 +11,17 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 _PROBED = "cuda"  # where the kernels are tried
-TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
+_TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
 
 
 @functools.cache
-def kernels_run(trial: Callable[..., float], *dtypes: torch.dtype) -> bool:
+def kernels_run(trial: Callable[[str], float]) -> bool:
     """True if kernels compute what torch's operators do on this machine's GPU; logged once.
 
     Args:
       trial: device -> the largest error of a small call; its name is that of the subject, with "_error" after it.
-      dtypes: further arguments of the trial.
     """
-    problem = trial_problem(trial, *dtypes)
+    problem = trial_problem(trial)
     subject = trial.__name__.removesuffix("_error").replace("_", " ")
     if problem is None:
         log.info("Triton kernels on the GPU: %s", subject)
@@ -31,15 +30,15 @@ def kernels_run(trial: Callable[..., float], *dtypes: torch.dtype) -> bool:
     return False
 
 
-def trial_problem(trial: Callable[..., float], *dtypes: torch.dtype) -> str | None:
+def trial_problem(trial: Callable[[str], float]) -> str | None:
     """Reason why kernels are not for this machine's GPU; None: they are."""
     try:
-        error = trial(_PROBED, *dtypes)
+        error = trial(_PROBED)
     except ImportError as problem:
         return f"{problem}; torch for CUDA and ROCm brings triton along"
     except Exception as problem:  # a compiler's errors share no type
         return f"{type(problem).__name__}: {problem}".partition("\n")[0]
-    return None if error < TOLERANCE else f"its results differ by {error:.2g} from the reference's"
+    return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
 
 
 def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

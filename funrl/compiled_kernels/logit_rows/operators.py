@@ -62,7 +62,7 @@ def l2_blocks(device: torch.device) -> ColumnBlocks | None:
 @functools.cache
 def _gpu_blocks(index: int | None) -> ColumnBlocks:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
-    return ColumnBlocks(int(L2_SHARE * facts.L2_cache_size) // 4, facts.multi_processor_count)
+    return ColumnBlocks(int(L2_SHARE * getattr(facts, "L2_cache_size", 0)) // 4, facts.multi_processor_count)
 
 
 def empty_row_sums(rows: int, picks: int, settings: RowSettings, device: torch.device) -> tuple[Tensor, Tensor]:

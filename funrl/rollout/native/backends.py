@@ -110,6 +110,11 @@ class TorchBackend:
         self._params = params
         self._unembed_VD = unembed_VD
 
+    @property
+    def _computed(self) -> trees.Tree:
+        """The weights that passes compute with."""
+        return self._params if self._with_stacks is None else self._with_stacks
+
     def overwrite(self, params: trees.Tree) -> bool:
         """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
 
@@ -220,27 +225,22 @@ class TorchBackend:
           owned: further inputs of prompts that own values.
         """
         inputs = Inputs(tokens_N.unsqueeze(0), paging=paging, cells_S=cells_S, **owned)
-        params = self._base if adapters is None else self._weights_with(adapters)
+        params = self._computed if adapters is None else self._weights_with(adapters)
         hidden_1ND, self._cache, aux = self.model.apply(params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
             self._routes.flatten(0, 1)[paging.places_N] = aux["ids_TK"].movedim(0, 1).flatten(1).to(ROUTE)
         return hidden_1ND[0]
-
-    @property
-    def _base(self) -> trees.Tree:
-        """The weights without an adapter."""
-        return self._params if self._with_stacks is None else self._with_stacks
 
     def _weights_with(self, adapters: RowAdapters) -> trees.Tree:
         """The weights with adapters beside them, each for its tokens."""
         first, *others = adapters.used
         if others:
             tokens = {number: (adapters.number_N == number).unsqueeze(-1) for number in adapters.used if number >= 0}
-            return with_adapters(self._params, [(self._adapters[number], mask) for number, mask in tokens.items()])
+            return with_adapters(self._computed, [(self._adapters[number], mask) for number, mask in tokens.items()])
         if first < 0:
-            return self._base
+            return self._computed
         if first not in self._adapted:
-            self._adapted[first] = with_adapters(self._params, [(self._adapters[first], None)])
+            self._adapted[first] = with_adapters(self._computed, [(self._adapters[first], None)])
         return self._adapted[first]
 
     def decode(
