@@ -42,6 +42,7 @@ from gpu_parts.marked_tests import marked_test_rows
 from gpu_parts.passes import pass_rows
 from gpu_parts.rows import Bench, Row, Rows
 from gpu_parts.training import training_rows
+from gpu_parts.variants import grouped_rows, logprob_rows
 
 from funrl.cost.tracing.hardware import hardware_of
 from funrl.mesh.launch import gpu_problem
@@ -87,6 +88,8 @@ def parts() -> list[Part]:
         Part("decode", 120, native_rows),
         Part("mixed", 90, mixed_rows),
         Part("decode-passes", 90, pass_rows),
+        Part("logprob", 60, logprob_rows),
+        Part("grouped", 60, grouped_rows),
         training("train-long", 100, "1.7B", 32768, 32768),
         Part("peer", 240, functools.partial(peer_rows, python=VLLM.value)),
         Part("decode-float8", 90, float8_rows),

@@ -40,6 +40,16 @@ def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
 
 
 @pytest.mark.slow
+def test_forms_of_log_probabilities_and_grouped_products_are_timed(tmp_path):
+    done, rows = run(tmp_path, "--parts=logprob,grouped")
+    assert done.returncode == 0, done.stderr
+    names = {part: [row["name"] for row in rows if row["part"] == part] for part in ("logprob", "grouped")}
+    assert len(names["logprob"]) == 6 and len(names["grouped"]) == 10
+    assert sum("all columns" in name for name in names["logprob"]) == 3
+    assert all(row["value"] > 0 and row["bound"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_the_kernels_of_a_pass_are_counted(tmp_path):
     done, rows = run(tmp_path, "--parts=decode-passes")
     assert done.returncode == 0, done.stderr

@@ -84,7 +84,7 @@ def compile_trials(gpu):
 
     fused_decode.runs_kernels = lambda x: True
     decode_kernels.launch_kernel = sampler_kernels.launch_kernel = compile_call
-    fused_decode.fused_decode_error("cpu")
+    fused_decode.fused_decode_error("cpu", torch.bfloat16)
     row_sampler.row_sampler_error("cpu")
     return names
 

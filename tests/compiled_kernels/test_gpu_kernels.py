@@ -38,8 +38,10 @@ CASES = (
     "trials_find_no_problem",
     "whole_passes_equal_the_references",
     "launches_are_as_declared",
+    "rows_after_the_last_end_are_zeroed",
     # rows of logits
     "sums_equal_float64",
+    "blocks_equal_float64",
     "gradients_equal_float64",
     "scores_equal_float64",
     "divergences_equal_float64",
@@ -90,7 +92,8 @@ def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
     assert set(trials) == {"_begin", "_heads", "_add_norm", "_gate", "_split_product", "_block_sums", "_sample"}
     assert len(compiled) == 32
     narrow = {name for name, x in compiled.items() if not x["wide"]}
-    assert narrow <= {"sm_90 _sample", "gfx942 _gate"}, "they read a block of the vocabulary, and few numbers a thread"
+    few = {"sm_90 _sample", "gfx942 _gate", "sm_90 _zero_tail", "gfx942 _zero_tail"}
+    assert narrow <= few, "they read a block of the vocabulary, few numbers a thread, and the last end"
     spilling = {name for name, x in compiled.items() if x["spills"]}
     assert spilling <= {"gfx942 _prompt_tiles", "sm_90 _begin"}
 

@@ -182,6 +182,12 @@ def test_recorded_passes_outlive_new_factors_of_an_adapter(recording):
         assert_same(complete(engine, requests), complete(plain, requests), 1e-12)
         known = dict(graphs._graphs)
         assert known
+    completed(engine, PROMPTS, SAMPLINGS[0])
+    completed(engine, PROMPTS, SAMPLINGS[0])
+    others = {form for form in graphs.keys if form.adapters == (-1,)}
+    assert others and others < set(graphs.keys)
+    engine.drop_adapter("own")
+    assert set(graphs.keys) == others, "graphs of an adapter that is gone hold its factors"
 
 
 @pytest.mark.slow

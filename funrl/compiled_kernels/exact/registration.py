@@ -44,14 +44,18 @@ class DirectOperator:
     Attributes:
       definition: the operator, as torch knows it.
       function: what computes it on the CPU.
+      devices: types of devices on whose plain tensors the function is called.
     """
 
     definition: CustomOpDef | OpOverload
     function: Callable
+    devices: tuple[str, ...] = ("cpu",)
 
     def __call__(self, *args: Any) -> Any:
         """Results of the operator."""
-        if torch.compiler.is_compiling() or not is_plain(*_tensors(args)):  # first, so that no graph has `_tensors`
+        if torch.compiler.is_compiling() or not is_plain(
+            *_tensors(args), devices=self.devices
+        ):  # first, so that no graph has `_tensors`
             return self.definition(*args)
         return self.function(*args)
 
@@ -79,7 +83,10 @@ def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
 
 
 def operator(
-    name: str, mutates_args: tuple[str, ...] = (), device_types: str | None = None
+    name: str,
+    mutates_args: tuple[str, ...] = (),
+    device_types: str | None = None,
+    direct: tuple[str, ...] = ("cpu",),
 ) -> Callable[[Callable], DirectOperator]:
     """Register a function as an operator named "NAMESPACE::NAME".
 
@@ -87,16 +94,17 @@ def operator(
       name: of the operator.
       mutates_args: names of the arguments that it writes to.
       device_types: of the devices that the function computes on; None: all of them.
+      direct: types of devices on whose plain tensors the function is called directly.
     """
 
     def decorate(fn: Callable) -> DirectOperator:
         if mutates_args:  # torch counts the versions of what a `custom_op` writes to
             return DirectOperator(
-                torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn
+                torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn, direct
             )
         short = name.removeprefix("funrl::")
         _LIBRARY.define(short + torch.library.infer_schema(fn, mutates_args=()))
         _LIBRARY.impl(short, fn, device_types.upper() if device_types else "CompositeExplicitAutograd")
-        return DirectOperator(getattr(torch.ops.funrl, short).default, fn)
+        return DirectOperator(getattr(torch.ops.funrl, short).default, fn, direct)
 
     return decorate

@@ -30,6 +30,7 @@ from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.compiling.compile import computes_as
+from funrl.models.decoder.experts import stack_gate_up
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
 from funrl.rollout.native.cache_sizes import page_tokens
@@ -88,14 +89,17 @@ class TorchBackend:
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
         self._fused: FusedDecoder | None = None
-        self._stacks: bool | None = None  # whether `load` stacks weights for fused kernels; None: until the first pass
+        self._with_stacks: trees.Tree = None  # weights with those of experts that one product reads
+        self._stacks: bool | None = None  # whether `load` stacks weights; None: until the first pass
         self._owned = OwnedPrompts(model)
         self._fixed: set[int] = set()  # adapters, or `NO_ADAPTER`, whose memory is no caller's
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
         self._take(params)
-        self._fused = FusedDecoder(self._fused_sizes, self._computed) if self._stacks and self._fused_sizes else None
+        self._fused = self._with_stacks = None
+        if self._stacks:
+            self._stack()
 
     def _take(self, params: trees.Tree) -> None:
         self._fixed.discard(NO_ADAPTER)
@@ -109,7 +113,7 @@ class TorchBackend:
     @property
     def _computed(self) -> trees.Tree:
         """The weights that passes compute with."""
-        return self._params
+        return self._params if self._with_stacks is None else self._with_stacks
 
     def overwrite(self, params: trees.Tree) -> bool:
         """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
@@ -140,7 +144,7 @@ class TorchBackend:
         return True
 
     def drop(self) -> None:
-        self._params = self._fused = None
+        self._params = self._fused = self._with_stacks = None
         self._unembed_VD = torch.empty(0)
         self._adapted.clear()
         self._owned.clear()
@@ -252,23 +256,34 @@ class TorchBackend:
         return decode_pass(self, state, rows_B, form=form, spare=spare)
 
     def stack_weights(self) -> None:
-        """Stack weights for fused kernels, where these compute the model, as `load` does from then on.
+        """Stack weights for fused kernels, where these compute the model, or of experts, as `load` does from then on.
 
         Weights get other memory: it is called before each pass that may be captured, and does nothing after the first.
         With adapters, whose passes have no fused kernels, the weights stay, as they may be the trainer's.
         """
         if self._stacks is None:
-            self._stacks = self._fused_sizes is not None and not self._adapters
-            if self._fused_sizes is not None and self._stacks:
-                self._fused = FusedDecoder(self._fused_sizes, self._computed)
+            on_gpu = self.mesh.device.type == "cuda"
+            self._stacks = (on_gpu or self._fused_sizes is not None) and not self._adapters
+            if self._stacks:
+                self._stack()
+
+    def _stack(self) -> None:
+        if self._fused_sizes is not None:
+            self._fused = FusedDecoder(self._fused_sizes, self._computed)
+        elif not self._replaced:
+            self._with_stacks = stack_gate_up(self._params)
+
+    @property
+    def _replaced(self) -> bool:
+        """True if a layer is not the model's own, compiled or not."""
+        return self._layer is not None and not computes_as(self._layer, self.model.layer)
 
     @functools.cached_property
     def _fused_sizes(self) -> StepSizes | None:
         """Sizes of the model if fused kernels compute passes that only decode."""
         sizes = self.model.abilities.compiled_step
         device = self.mesh.device
-        replaced = self._layer is not None and not computes_as(self._layer, self.model.layer)
-        if self.mesh.size("tensor") > 1 or replaced or device.type != "cuda":
+        if self.mesh.size("tensor") > 1 or self._replaced or device.type != "cuda":
             return None
         problem = fused_problem(sizes, self._dtype, device, self.page_tokens)
         if isinstance(sizes, str) or problem is not None:
@@ -381,7 +396,7 @@ class PackedBackend:
 
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
         if adapter is None:
-            del self._adapters[number]
+            del self._adapters[number], self._factor_names[number]
         else:
             self._adapters[number] = self._packed.adapter(factors_of_layers(adapter.factors), adapter.scale)
             self._factor_names[number] = [name for name, _ in trees.named(adapter.factors)]

@@ -218,6 +218,8 @@ class NativeEngine:
             if sequence.adapter == adapter.number:
                 raise ValueError(f"request {sequence.request.number} is unfinished and names the adapter {name!r}")
         del self.adapters[name]
+        if self._static is not None:
+            self._static.drop_adapter(adapter.number)
         self._backend.load_adapter(adapter.number, None)
 
     def held_adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:

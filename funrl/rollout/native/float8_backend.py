@@ -58,6 +58,10 @@ class Float8Backend(TorchBackend):
         hidden_1ND, cache_after, _ = self.model.apply(params, inputs, self.mesh, cache, self._layer)
         return hidden_1ND[0], cache_after
 
+    def _stack(self) -> None:
+        if self._fused_sizes is not None:  # else passes read the quantized projections, each by itself
+            super()._stack()
+
     def drop(self) -> None:
         super().drop()
         self._quantized = None

@@ -109,6 +109,11 @@ class StaticDecode:
         if not self._backend.overwrite_adapter(number, adapter):
             self.drop()
 
+    def drop_adapter(self, number: int) -> None:
+        """Forget the passes of an adapter, which hold its factors and memory of their own."""
+        self._graphs.drop_where(lambda form: number in form.adapters)
+        self._larger_runs = Counter({form: n for form, n in self._larger_runs.items() if number not in form.adapters})
+
     def sampling_groups(self, slots: np.ndarray) -> SamplingGroups | None:
         """The sampling groups of `slots`; None: one pass of static shape cannot sample them."""
         groups = self._sequences.sampling_groups_of(slots)

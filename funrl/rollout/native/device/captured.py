@@ -55,6 +55,13 @@ class CapturedFunctions:
         self._graphs.clear()
         self._pool = None
 
+    def drop_where(self, unused: Callable[[Any], bool]) -> None:
+        """Forget the functions whose keys are unused, and their graphs; later graphs take their memory."""
+        self._seen = {key for key in self._seen if not unused(key)}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not unused(key)}
+        if not self._graphs:
+            self._pool = None
+
     def run(self, key: Hashable, compute: Compute, kind: str = "passes") -> tuple[Tensor, ...]:
         """Run a function, which must always be the same for a key.
 
