@@ -41,7 +41,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # the interpreter cuts 
 SHAPES = ((1, 5), (7, 16), (40, 64), (96, 65), (130, 2100), (300, 1030), (64, 4160))  # outputs and terms of a weight
 HEADS = ((4, 2, 16), (3, 1, 24), (8, 2, 10), (2, 2, 136))  # query heads, key heads, size
 OPTIONS = ({}, {"window": 40}, {"cap": 3.0, "scale": 0.3}, {"window": 70, "cap": 5.0})
-LENGTHS = (150, 1, 37, 300, 64)
+LENGTHS = (150, 1, 37, 200, 64)
 PART = 128  # keys of a part, so that sequences have several
 
 
@@ -56,6 +56,11 @@ def widened(x):
     return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
+def assert_close(got, expected, dtype):
+    error = (got.double() - expected.double()).abs() / (1 + expected.double().abs())
+    assert error.max() < TOLERANCE[dtype], (error.max(), dtype, got.shape)
+
+
 def products_have_the_bits_of_a_row_alone():
     for dtype, (outputs, terms) in itertools.product(DTYPES, SHAPES):
         weight = draw(outputs, terms, seed=1, dtype=dtype) / terms**0.5
@@ -65,7 +70,7 @@ def products_have_the_bits_of_a_row_alone():
             added = None if wide else bias
             whole = kernels.launch_product(x, weight, added, wide)
             expected = x.double() @ weight.double().T + (0 if wide else bias.double())
-            assert (whole.double() - expected).abs().max() < TOLERANCE[torch.float32 if wide else dtype]
+            assert_close(whole, expected, torch.float32 if wide else dtype)
             for low, high in ((0, 1), (7, 8), (199, 200), (3, 67), (0, 65), (100, 200)):
                 assert torch.equal(kernels.launch_product(x[low:high], weight, added, wide), whole[low:high])
 
@@ -107,12 +112,13 @@ def paged(k, v, offsets, page, seed):
 def attention_has_the_bits_of_a_sequence_alone():
     """Packed among others and padded, alone, token by token over pages, and in chunks of a prompt."""
     offsets = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    for i, (dtype, (H, K, N), options) in enumerate(itertools.product(DTYPES, HEADS, OPTIONS)):
+    for i, (dtype, (H, K, N)) in enumerate(itertools.product(DTYPES, HEADS)):
+        options = OPTIONS[(i + i // len(HEADS)) % len(OPTIONS)]
         q, k, v = (draw(int(offsets[-1]) + 5, n, N, seed=s, dtype=dtype) for s, n in enumerate((H, K, K)))
         out = varlen_attention(q[None], k[None], v[None], offsets, **options)[0]
         wide = (x[None].double() for x in (q, k, v))
         expected = varlen_attention_reference(*wide, offsets, **options)[0]
-        assert (out.double() - expected).abs().max() < TOLERANCE[dtype], (dtype, H, K, N, options)
+        assert_close(out, expected, dtype)
         assert not out[offsets[-1] :].any()
         for s in range(len(LENGTHS))[i % 2 :: 2]:
             own = slice(int(offsets[s]), int(offsets[s + 1]))
@@ -183,7 +189,7 @@ def rows_have_the_bits_of_a_row_alone():
         weight = draw(width, seed=3, dtype=dtype)
         for offset in (0.0, 1.0):
             whole = rms_norm(x, weight, 1e-6, offset)
-            assert (whole - rms_norm_reference(x, weight, 1e-6, offset)).abs().max() < TOLERANCE[dtype] * 2
+            assert_close(whole, rms_norm_reference(x, weight, 1e-6, offset), dtype)
             assert torch.equal(rms_norm(x[9:10], weight, 1e-6, offset), whole[9:10])
         for kind in ("silu", "gelu", "gelu_erf"):
             assert torch.equal(gated(x[9:12], up[9:12], kind), gated(x, up, kind)[9:12])
@@ -223,7 +229,7 @@ def scores_have_the_bits_of_sampled_tokens():
 
 SIZES = {"embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 32}
 RUNS = (
-    {"dtype": "float32", "top_p": 0.8},
+    {"dtype": "float32", "top_p": 0.8, "token_budget": 48, "score_token_budget": 48},
     {"dtype": "bfloat16", "temperature": 0.7, "decode_rows": 3, "token_budget": 24, "score_token_budget": 40},
 )
 
@@ -244,7 +250,7 @@ def an_update_has_the_bits_too():
     from funrl.trainer.phases import update_batch
 
     backends.packed_problem = lambda *_: "kernels of a GPU are wanted"
-    job = small_job(GRPO, SIZES, dtype="bfloat16", minibatches=1, max_new_tokens=3, batch_prompts=2)
+    job = small_job(GRPO, SIZES, dtype="bfloat16", minibatches=1, max_new_tokens=3, batch_prompts=2, token_budget=48)
     trainer, state = begin(job, single(), Quiet())
     rows, state, _ = scored_batch(trainer, state)
     _, learned, _ = update_batch(trainer, state, rows)
