@@ -18,7 +18,8 @@ from torch import Tensor
 from funrl.compiled_kernels.attention import attention_reference
 from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SPLIT_TILE, STOP, PassForm, SlotState
 from funrl.compiled_kernels.decode_step import StepSizes
-from funrl.compiled_kernels.exact.dispatch import aligned_kernels, computes_exactly, is_aligned
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_aligned
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.norm import rms_norm_reference

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.arguments import FIXED_PARTS, check_parts, check_tensor, kernel_bits, real_of
-from funrl.compiled_kernels.exact.dispatch import aligned_kernels, is_aligned
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import is_aligned
 from funrl.compiled_kernels.kernel_library import library
 
 _LARGE = 1 << 22  # bytes of a packed weight that wants huge pages

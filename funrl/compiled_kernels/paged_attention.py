@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import add_sinks, attention, attention_reference
-from funrl.compiled_kernels.exact.dispatch import aligned_kernels, computes_exactly, is_aligned
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_aligned
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.flash_kernel import faster_attention
 from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention

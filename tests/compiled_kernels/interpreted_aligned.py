@@ -85,10 +85,10 @@ def any_tiles_give_the_same_bits():
         (128, 128, 8, False),
         (128, 64, 8, True),
     ):
-        kernels.product_tiles = lambda *_, form=(rows, outputs, warps, split): kernels.Tiles(*form)
+        kernels.product_tiles = lambda *_, form=(rows, outputs, warps, split): kernels.ProductTiles(*form)
         results.append(kernels.launch_product(x, weight, None, True))
     kernels.product_tiles = choose
-    assert kernels.product_parts(2100) == 2
+    assert kernels.parts_of_terms(2100) == 2
     assert all(torch.equal(y, results[0]) for y in results)
 
 
@@ -275,7 +275,7 @@ def main():
     multiply = interpreter.InterpreterBuilder.create_dot
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: multiply(self, widened(a), widened(b), *rest)
     align_gpu_kernels(True, "cpu")
-    kernels.PART = PART
+    kernels.KEYS_PART = PART
     results = {}
     wanted = sys.argv[1:]
     for case in CASES:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +40,6 @@ def is_aligned(x: Tensor) -> bool:
 def aligned_on(device: str) -> bool:
     """True if tensors on devices of this type go to the Triton kernels of a fixed order."""
     return device in _triton_devices
-
-
-def aligned_kernels() -> Any:
-    """The module of the Triton kernels, which needs triton."""
-    from funrl.compiled_kernels.gpu_kernels import aligned_kernels
-
-    return aligned_kernels
 
 
 def computes_exactly(*tensors: Tensor) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.arguments import check_tensor, kernel_bits, real_of
-from funrl.compiled_kernels.exact.dispatch import aligned_kernels, is_aligned
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import is_aligned
 from funrl.compiled_kernels.exact.packs import packed_weight
 from funrl.compiled_kernels.exact.registration import kernel_operator
 from funrl.compiled_kernels.kernel_library import library
@@ -139,7 +140,7 @@ def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 def exact_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """`gated`."""
     if is_aligned(gate):
-        return aligned_kernels().launch_gate(gate, up, activation)
+        return aligned_kernels().launch_gated(gate, up, activation)
     bits = _gate_bits(gate, up, activation)
     gate = gate.contiguous()
     up = up.contiguous()
@@ -156,7 +157,7 @@ def exact_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 def exact_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     """Gradients of `exact_gate` by gate and up."""
     if is_aligned(gate):
-        return aligned_kernels().launch_gate_backward(grad, gate, up, activation)
+        return aligned_kernels().launch_gated_backward(grad, gate, up, activation)
     bits = _gate_bits(gate, up, activation)
     check_tensor("grad", grad, gate.dtype, gate.shape)
     grad = grad.contiguous()

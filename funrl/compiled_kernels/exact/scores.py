@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.arguments import check_parts, check_tensor, kernel_bits
-from funrl.compiled_kernels.exact.dispatch import aligned_kernels, is_aligned
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import is_aligned
 from funrl.compiled_kernels.kernel_library import library
 from funrl.compiled_kernels.packed import parts_of
 

@@ -25,15 +25,14 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 from funrl.compiled_kernels.gpu_kernels.decode_kernels import row_warps
-from funrl.compiled_kernels.gpu_kernels.page_kernels import WIDE_HEAD, _sequence_of_tile
+from funrl.compiled_kernels.gpu_kernels.page_kernels import PARTS_BYTES, WIDE_HEAD, _sequence_of_tile
 
-ROWS = 64  # of a tile of a product, the least that a warp group of Hopper multiplies
+_ROWS = 64  # of a tile of a product, the least that a warp group of Hopper multiplies
 _BLOCK = 64  # terms of a product, and keys, at a time
 _LEAST_PART = 1024  # terms of a part at least
 _MOST_PARTS = 4
 _PROGRAMS = 128  # about as many as a GPU has processors
-PART = 512  # keys of a part
-PARTS_BYTES = 1 << 28  # of the parts of sequences that are computed together
+KEYS_PART = 512  # keys of a part
 _LOGITS = 4096  # logits that a program sums
 _NUMBERS = 1024  # numbers of a program of an elementwise kernel
 _ALL = 1 << 30  # tokens of a window that has no end
@@ -42,7 +41,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-1e30)  # below every logit and finite, so that no difference of two is not a number
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """How programs share a product; no choice of these changes a bit.
 
     Attributes:
@@ -507,20 +506,20 @@ def _add_blocks(sums_ptr, out_ptr, blocks, sums: tl.constexpr):
     tl.store(out_ptr + row * 3 + j, total)
 
 
-def product_parts(inner: int, wide: bool = False) -> int:
+def parts_of_terms(inner: int, wide: bool = False) -> int:
     """Number of parts of the sums of a product, whatever it is stacked with; 1 of logits, whose outputs are many."""
     return 1 if wide else max(1, min(_MOST_PARTS, inner // _LEAST_PART))
 
 
-def product_tiles(rows: int, outputs: int, parts: int) -> Tiles:
+def product_tiles(rows: int, outputs: int, parts: int) -> ProductTiles:
     """How programs share a product."""
-    if rows > ROWS:
-        tiles = triton.cdiv(rows, 2 * ROWS) * triton.cdiv(outputs, 2 * ROWS)
-        return Tiles(2 * ROWS, 2 * ROWS, 8, parts > 1 and tiles < _PROGRAMS)
-    tile = 2 * ROWS
-    while tile > ROWS // 2 and triton.cdiv(outputs, tile) * parts < _PROGRAMS:
+    if rows > _ROWS:
+        tiles = triton.cdiv(rows, 2 * _ROWS) * triton.cdiv(outputs, 2 * _ROWS)
+        return ProductTiles(2 * _ROWS, 2 * _ROWS, 8, parts > 1 and tiles < _PROGRAMS)
+    tile = 2 * _ROWS
+    while tile > _ROWS // 2 and triton.cdiv(outputs, tile) * parts < _PROGRAMS:
         tile //= 2
-    return Tiles(ROWS, tile, 4, parts > 1)
+    return ProductTiles(_ROWS, tile, 4, parts > 1)
 
 
 def launch_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, wide: bool) -> Tensor:
@@ -543,7 +542,7 @@ def launch_product_parts(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None 
     if not M:
         return x_MK.new_empty(M, N, dtype=torch.float32 if wide else None)
     x_MK, weight_NK = x_MK.contiguous(), weight_NK.contiguous()
-    parts = product_parts(K, wide)
+    parts = parts_of_terms(K, wide)
     span = triton.cdiv(triton.cdiv(K, parts), _BLOCK) * _BLOCK
     tiles = product_tiles(M, N, parts)
     grid = triton.cdiv(M, tiles.rows) * triton.cdiv(N, tiles.outputs), parts if tiles.split else 1
@@ -589,9 +588,9 @@ def launch_attention(
     group = H // K
     heads = triton.next_power_of_2(group)
     width = max(16, triton.next_power_of_2(N))
-    if heads > ROWS:
-        raise ValueError(f"{group} query heads share keys, kernels of a fixed order take up to {ROWS}")
-    tokens = ROWS // heads
+    if heads > _ROWS:
+        raise ValueError(f"{group} query heads share keys, kernels of a fixed order take up to {_ROWS}")
+    tokens = _ROWS // heads
     S = len(offsets) - 1
     window, scale, cap = options
     table, ends = (offsets, offsets) if paged is None else (paged[0].contiguous(), paged[1])
@@ -600,7 +599,7 @@ def launch_attention(
     out = torch.zeros_like(q)
     lse = q.new_zeros(H, T, dtype=torch.float32)
     numbers = K, scale or N**-0.5, cap or 1.0, window or _ALL
-    form: dict[str, Any] = {"part": PART, "tokens": tokens, "page": page, "group": group}
+    form: dict[str, Any] = {"part": KEYS_PART, "tokens": tokens, "page": page, "group": group}
     form |= {"heads": heads, "size": N, "width": width, "capped": bool(cap)}
     wide = width > WIDE_HEAD
     form |= {"block": _BLOCK // 2} if wide else {"block": _BLOCK}
@@ -613,11 +612,11 @@ def launch_attention(
         grid = T // tokens + S, K
         _launch(_attend, grid, (*tensors, T, S, pages, *numbers), form | {"split": False}, warps, stages)
         return out, lse
-    parts = triton.cdiv(pages * page, PART)
+    parts = triton.cdiv(pages * page, KEYS_PART)
     most = min(S, max(1, PARTS_BYTES // (4 * H * parts * (N + 2))))
     sums = torch.empty(most, H, parts, 2, dtype=torch.float32, device=q.device)
     partial = torch.empty(most, H, parts, N, dtype=torch.float32, device=q.device)
-    joined = {"part": PART, "heads": H, "width_heads": triton.next_power_of_2(H), "size": N, "width": width}
+    joined = {"part": KEYS_PART, "heads": H, "width_heads": triton.next_power_of_2(H), "size": N, "width": width}
     for low in range(0, S, most):
         count = min(most, S - low)
         some = slice(low, low + count)
@@ -670,7 +669,7 @@ def launch_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-def launch_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+def launch_gated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """`gated`; activations are in the order of `exact.gate`."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
@@ -679,8 +678,8 @@ def launch_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     return out
 
 
-def launch_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> tuple[Tensor, Tensor]:
-    """Gradients of `launch_gate` by gate and up."""
+def launch_gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+    """Gradients of `launch_gated` by gate and up."""
     grad, gate, up = (x.contiguous() for x in (grad, gate, up))
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     form = {"kind": activation, "block": _NUMBERS}

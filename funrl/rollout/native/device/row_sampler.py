@@ -62,8 +62,8 @@ def sample_next_tokens(
             group = number if len(groups) > 1 else -1
             inputs = own, state.tokens_S, state.numbers_CS, logits_RV
             sample_rows_(*inputs, *sums, *into, *options, group)
-        if is_aligned(logits_RV):  # the trainer's sums, in its order
-            _score_tokens(logits_RV, groups[0][1], *into)
+            if is_aligned(logits_RV):  # the trainer's sums, in its order; there is one group
+                _score_tokens(logits_RV, sampling, *into)
     return token_B, logp_B, raw_logp_B
 
 
