@@ -112,6 +112,7 @@ class TrainKeywords(SharedKeywords, total=False):
     stalled_after: WholeValue
     verify_sync: TruthValue
     on_gap: TextValue
+    numerics: TextValue
     probe_sync_every: WholeValue
     samples_per_prompt: WholeValue
     new_tokens_per_step: WholeValue | None

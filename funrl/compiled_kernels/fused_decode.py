@@ -19,12 +19,14 @@ from torch import Tensor
 from funrl.compiled_kernels.attention import attention_reference
 from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SPLIT_TILE, STOP, PassForm, SlotState
 from funrl.compiled_kernels.decode_step import StepSizes
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_aligned
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.float8 import RowScaled, float8_format, round_rows, scaled_product
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.norm import rms_norm_reference
 from funrl.compiled_kernels.paged_attention import kernel_for
-from funrl.compiled_kernels.rotary import frequencies
+from funrl.compiled_kernels.rotary import frequencies, rotary
 
 SPLIT_PRODUCT_ROWS = 8  # rows of a pass up to which products are split into parts
 _LEAST_SPAN = 256  # terms of a part at least
@@ -90,6 +92,9 @@ class FusedDecoder:
         first = self._layers[0].attn_norm
         embedding = self._embed_VD, self._frequency, self._amplitude, first, eps
         x_BD, h_BD, *rotation, ends, offsets, table = _begin_rows(rows_B, *state, *embedding, *form)
+        if is_aligned(x_BD):  # the trainer's cosines
+            turns = rotary(ends.long() - 1, self._frequency, x_BD.dtype, self._amplitude)
+            rotation[:2] = turns.cos.squeeze(-2), turns.sin.squeeze(-2)
         norms = [w.attn_norm for w in self._layers[1:]] + [self._norm_D]
         for w, cache, window, norm_D in zip(self._layers, pages, self._sizes.windows, norms, strict=True):
             vectors = w.qkv_bias, w.q_norm, w.k_norm
@@ -166,6 +171,8 @@ def _product(x_BK: Tensor, weight_KM: Tensor | RowScaled) -> Tensor:
     if isinstance(weight_KM, RowScaled):
         rounded_BK, scale_B = _rounded_rows(x_BK, weight_KM.form)
         return scaled_product(rounded_BK, scale_B, weight_KM, x_BK.dtype)
+    if is_aligned(x_BK):
+        return aligned_kernels().launch_product_parts(x_BK, weight_KM.T)
     return torch.mm(x_BK, weight_KM) if len(x_BK) > SPLIT_PRODUCT_ROWS else _split_product(x_BK, weight_KM)
 
 
@@ -279,6 +286,11 @@ def _decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, offsets: Tensor, ends: Tensor, window: int
 ) -> Tensor:
     B, pages = table.shape
+    if is_aligned(q):
+        assert computes_exactly(q, keys, values), "`fused_problem` takes 16 bits"
+        inputs = q, keys, values
+        out, _ = aligned_kernels().launch_attention(inputs, offsets, (table, ends), (window, 0.0, 0.0), 1)
+        return out.flatten(1)
     if runs_kernels(q):
         kernel = kernel_for(q.device.type, q.dtype, q.shape[-1], keys.shape[1])
         assert kernel is not None, "`fused_problem` has found one"

@@ -266,6 +266,10 @@ def _backward(
 
 @_forward.register_kernel("cuda")
 def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
+    if computes_exactly(q, k, v):
+        used, _ = planned_segments(offsets, longest)
+        sums = sequence_attention(q, k, v, used, AttentionOptions(window, scale, cap))
+        return *sums, q.new_zeros(2 if _is_for_flash(q, cap) else 0, dtype=torch.uint64)
     if not _is_for_flash(q, cap):
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
     used, longest = planned_segments(offsets, longest)

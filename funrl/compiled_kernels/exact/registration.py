@@ -22,7 +22,8 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
     def decorate(fn: Callable) -> Callable:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, fn, "CPU")
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, fn, device)
         torch.library.register_fake(f"funrl::{name}", meta, lib=_LIBRARY)
         operator = getattr(torch.ops.funrl, name).default
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.exact.dispatch import align_gpu_kernels
 from funrl.compiled_kernels.flash_kernel import attention_by
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
@@ -62,8 +63,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         their own.
     """
     settings = job.settings
+    aligned = settings.engines.numerics == "aligned"
+    align_gpu_kernels(aligned)
     if mesh.device.type == "cuda":
-        note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
+        attention = "kernels of a fixed order" if aligned else attention_by(job.dtype)
+        note(f"computing in {settings.models.dtype}; attention by {attention}")
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
     mode = settings.models.compile if computes_in_torch(settings) else "off"

@@ -641,6 +641,13 @@ class EngineSettings:
     on_gap: str = flag(
         "say", "if engine and trainer differ where the same bits are promised: say so, or stop", one_of("say", "stop")
     )
+    numerics: str = flag(
+        "fast",
+        "kernels of engine and trainer on a GPU: fast; aligned, whose order of sums depends on no batch, so that both "
+        "give the same bits, or the run is refused. On a CPU all kernels are aligned",
+        one_of("fast", "aligned"),
+        needs=("own_steps",),
+    )
     probe_sync_every: int = flag(
         50,
         "steps between comparisons of the engine's log-probabilities of a fixed text with the trainer's, from the "
