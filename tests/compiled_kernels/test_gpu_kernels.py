@@ -53,11 +53,11 @@ CASES = (
 )
 
 
-def output_of(program, **variables):
+def output_of(program, *args, **variables):
     """What a program beside this file prints, as JSON; a new process, since triton reads variables at imports."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / program)],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / program), *args],
         capture_output=True,
         text=True,
         env=environment,

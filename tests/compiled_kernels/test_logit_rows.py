@@ -27,10 +27,10 @@ def test_which_hidden_states_are_for_the_kernels(monkeypatch, caplog):
     monkeypatch.setattr(operators, "kernels_run", lambda trial: True)
     assert [operators.by_kernels(x) for x in (*on_gpu, torch.zeros(1))] == [True, True, False, False]
     monkeypatch.undo()
-    monkeypatch.setattr(trials, "trial_problem", lambda trial: "no triton")
+    monkeypatch.setattr(trials, "trial_problem", lambda *_: "no triton")
     assert trials.kernels_run.__wrapped__(operators.logit_rows_error) is False
     assert caplog.messages == ["torch's operators on the GPU, which take several times as long: logit rows; no triton"]
-    monkeypatch.setattr(trials, "trial_problem", lambda trial: None)
+    monkeypatch.setattr(trials, "trial_problem", lambda *_: None)
     with caplog.at_level("INFO", trials.__name__):
         assert trials.kernels_run.__wrapped__(operators.logit_rows_error) is True
     assert caplog.messages[-1] == "Triton kernels on the GPU: logit rows"

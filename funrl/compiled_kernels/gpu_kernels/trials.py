@@ -16,13 +16,14 @@ _TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
 
 
 @functools.cache
-def kernels_run(trial: Callable[[str], float]) -> bool:
+def kernels_run(trial: Callable[[str], float], tolerance: float = _TOLERANCE) -> bool:
     """True if kernels compute what torch's operators do on this machine's GPU; logged once.
 
     Args:
       trial: device -> the largest error of a small call; its name is that of the subject, with "_error" after it.
+      tolerance: of that error.
     """
-    problem = trial_problem(trial)
+    problem = trial_problem(trial, tolerance)
     subject = trial.__name__.removesuffix("_error").replace("_", " ")
     if problem is None:
         log.info("Triton kernels on the GPU: %s", subject)
@@ -55,7 +56,7 @@ def assume_kernels(assumed: bool) -> Iterator[None]:
         _assumed = before
 
 
-def trial_problem(trial: Callable[[str], float]) -> str | None:
+def trial_problem(trial: Callable[[str], float], tolerance: float = _TOLERANCE) -> str | None:
     """Reason why kernels are not for this machine's GPU; None: they are."""
     try:
         error = trial(_PROBED)
@@ -63,7 +64,7 @@ def trial_problem(trial: Callable[[str], float]) -> str | None:
         return f"{problem}; torch for CUDA and ROCm brings triton along"
     except Exception as problem:  # a compiler's errors share no type
         return f"{type(problem).__name__}: {problem}".partition("\n")[0]
-    return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
+    return None if error < tolerance else f"its results differ by {error:.2g} from the reference's"
 
 
 def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

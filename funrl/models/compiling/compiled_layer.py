@@ -14,14 +14,14 @@ from torch._dynamo.decorators import mark_unbacked
 from torch._inductor.compile_fx import compile_fx
 
 from funrl.compiled_kernels.attention import flash_attention
-from funrl.compiled_kernels.delta_rule.fla_kernel import fla_runs
+from funrl.compiled_kernels.delta_rule.gated_delta import delta_kernels_run
 from funrl.compiled_kernels.exact.dispatch import has_kernels
 from funrl.models.compiling.direct_calls import DirectCalls, layer_call
 from funrl.models.model import Layer
 
 VARIANTS = 64  # compiled versions of the layer that may be kept
 # It cannot follow an import that fails, nor a compiler of C++.
-for constant in (flash_attention, fla_runs, has_kernels):
+for constant in (flash_attention, delta_kernels_run, has_kernels):
     torch._dynamo.assume_constant_result(constant)
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
