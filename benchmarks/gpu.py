@@ -34,6 +34,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from absl import app, flags
+from gpu_parts.aligned import aligned_rows
 from gpu_parts.compiling import compile_rows
 from gpu_parts.decoding import mixed_rows, native_rows, vllm_rows
 from gpu_parts.kernels import kernel_rows
@@ -85,6 +86,7 @@ def parts() -> list[Part]:
         Part("decode", 120, native_rows),
         Part("mixed", 90, mixed_rows),
         Part("decode-passes", 90, pass_rows),
+        Part("aligned", 120, aligned_rows),
         training("train-long", 100, "1.7B", 32768, 32768),
         Part("vllm", 150, vllm_rows),
         *[Part("tests", 120, marked_test_rows)] * TESTS.value,
