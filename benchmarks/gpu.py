@@ -35,6 +35,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from absl import app, flags
+from gpu_parts.aligned import aligned_rows
 from gpu_parts.compiling import compile_rows
 from gpu_parts.decoding import float8_rows, mixed_rows, native_rows, peer_rows
 from gpu_parts.kernels import kernel_rows
@@ -90,6 +91,7 @@ def parts() -> list[Part]:
         Part("decode-passes", 90, pass_rows),
         Part("logprob", 60, logprob_rows),
         Part("grouped", 60, grouped_rows),
+        Part("aligned", 120, aligned_rows),
         training("train-long", 100, "1.7B", 32768, 32768),
         Part("peer", 240, functools.partial(peer_rows, python=VLLM.value)),
         Part("decode-float8", 90, float8_rows),

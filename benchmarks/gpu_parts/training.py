@@ -60,11 +60,15 @@ def optimizer_bytes(estimate: Estimate) -> float:
     return (4.0 * (1 + 2 * 3) + 2.0) * estimate.trained
 
 
-def measured_step(bench: Bench, training: Training) -> tuple[dict[str, float], float]:
-    """Median seconds of each phase of a step, after a first one which compiles; and the bytes held at most."""
+def measured_step(bench: Bench, training: Training, numerics: str = "fast") -> tuple[dict[str, float], float]:
+    """Median seconds of each phase of a step, after a first one which compiles; and the bytes held at most.
+
+    Args:
+      numerics: as --numerics.
+    """
     job = training.job(bench)
     mode = "auto" if bench.device.type == "cuda" else "off"
-    settings = with_flags(job.settings, compile=mode, device=bench.device.type)
+    settings = with_flags(job.settings, compile=mode, device=bench.device.type, numerics=numerics)
     job = dataclasses.replace(job, settings=settings, device=bench.device.type)
     mesh = Mesh(job.sizes, 0, bench.device)
     clock = Clock(bench.device)

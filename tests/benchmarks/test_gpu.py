@@ -59,6 +59,13 @@ def test_the_kernels_of_a_pass_are_counted(tmp_path):
     assert counts[0] > 50, "on a CPU they are operators"
 
 
+@pytest.mark.slow
+def test_a_cpu_says_that_it_is_aligned(tmp_path):
+    done, rows = run(tmp_path, "--parts=aligned")
+    assert done.returncode == 0, done.stderr
+    assert [row["note"].partition(";")[0] for row in rows] == ["left out: on a CPU all kernels are aligned"]
+
+
 BROKEN = f"""
 import sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})

@@ -14,6 +14,7 @@ CASES = (
     "scores_have_the_bits_of_sampled_tokens",
     "engine_and_trainer_have_the_same_bits",
     "an_update_has_the_bits_too",
+    "fused_decoding_has_the_bits_too",
 )
 
 

@@ -5,11 +5,15 @@ import dataclasses
 import pytest
 import torch
 from small_runs import GRPO, begin, small_job
+from torch._dynamo.backends.common import aot_autograd
 
+from funrl import trees
 from funrl.compiled_kernels.exact.dispatch import align_gpu_kernels, aligned_on, computes_exactly
 from funrl.compiled_kernels.kernel_library import library_problem
+from funrl.compiled_kernels.paged_attention import paging_of
 from funrl.mesh.mesh import Mesh, parse, single
-from funrl.models import decoder_model, with_fields
+from funrl.models import compile_layer, decoder_config, decoder_model, with_fields
+from funrl.models.model import Inputs
 from funrl.trainer.gap import gap_problem
 from funrl.trainer.jobs.numerics import check_numerics, sums_problem
 from funrl.trainer.settings.declaration import SettingsError
@@ -63,3 +67,37 @@ def test_only_an_aligned_run_takes_other_kernels_on_a_gpu():
     assert aligned_on("cuda") and not aligned_on("cpu")
     align_gpu_kernels(False)
     assert not aligned_on("cuda")
+
+
+@EXACT
+@pytest.mark.slow
+def test_the_compiler_sees_residual_sums_alone_between_operators_of_a_fixed_order():
+    """Scoring and decoding over pages: what is traced is operators, additions and other views of the same numbers."""
+    targets = set()
+
+    def backend(graph, inputs):
+        targets.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    sizes = {"heads": 4, "kv_heads": 2, "head": 8, "mlp": 24, "qk_norm": "head", "attention_bias": True}
+    config = decoder_config(vocab=32, embed=16, layers=1, **sizes)
+    model = decoder_model(config)
+    params = trees.map(lambda x: x.bfloat16(), model.init(torch.Generator().manual_seed(0)))
+    layer = compile_layer(model, "on", backend=aot_autograd(fw_compiler=backend))
+    tokens = torch.arange(12)[None]
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    paging = paging_of([5, 7], [5, 7], torch.tensor([[0], [1]]), 16)
+    cache = model.empty_cache(single(), 2, 16, torch.bfloat16, torch.device("cpu"))
+    with torch.no_grad():
+        packed = Inputs(tokens, offsets=offsets, positions=torch.cat([torch.arange(5), torch.arange(7)]))
+        scored = model.apply(params, packed, layer=layer)
+        decoded = model.apply(params, Inputs(tokens, paging=paging), cache=cache, layer=layer)
+    assert torch.equal(scored.hidden, decoded.hidden)
+    views = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "select", "alias", "detach", "slice", "copy_"}
+    views |= {"permute", "t", "transpose", "expand", "clone", "as_strided", "getitem", "split"}
+    other = {name for name in targets if not name.startswith("funrl.") and name.split(".")[-2:][0] not in views}
+    assert {name for name in targets if name.startswith("funrl.exact_")} >= {
+        f"funrl.exact_{kind}.default" for kind in ("linear", "norm", "rotate", "gate")
+    }
+    structure = {"<built-in function ge>", "<built-in function getitem>", "aten._assert_scalar.default"}
+    assert other - structure == {"aten.add.Tensor", "auto_functionalized_v2"}, other  # which is attention over pages
