@@ -139,17 +139,17 @@ def _places(T, K: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _within(g, least: tl.constexpr):
+def _within(sums, least: tl.constexpr):
     """W, where i - j is `least` or more."""
     i = tl.arange(0, _C)
-    return tl.exp(tl.where(i[:, None] - i[None, :] >= least, g[:, None] - g[None, :], float("-inf")))
+    return tl.exp(tl.where(i[:, None] - i[None, :] >= least, sums[:, None] - sums[None, :], float("-inf")))
 
 
 @triton.jit
-def _turned_within(g, least: tl.constexpr):
+def _turned_within(sums, least: tl.constexpr):
     """`_within` transposed."""
     i = tl.arange(0, _C)
-    return tl.exp(tl.where(i[None, :] - i[:, None] >= least, g[None, :] - g[:, None], float("-inf")))
+    return tl.exp(tl.where(i[None, :] - i[:, None] >= least, sums[None, :] - sums[:, None], float("-inf")))
 
 
 @triton.jit
@@ -164,9 +164,9 @@ def _decays(sums_ptr, c, T, H):
     """g of a chunk, a, e and a_C; tokens from T on are as the last one."""
     sums_ptr += tl.cast(c, tl.int64) * _C * H
     last = tl.minimum(_C, T - c * _C) - 1
-    g = tl.load(sums_ptr + tl.minimum(tl.arange(0, _C), last) * H)
-    g_last = tl.load(sums_ptr + last * H)
-    return g, tl.exp(g), tl.exp(g_last - g), tl.exp(g_last)
+    sums = tl.load(sums_ptr + tl.minimum(tl.arange(0, _C), last) * H)
+    last_sum = tl.load(sums_ptr + last * H)
+    return sums, tl.exp(sums), tl.exp(last_sum - sums), tl.exp(last_sum)
 
 
 @triton.jit(do_not_specialize=["T"])  # any number of tokens is one compilation
@@ -194,14 +194,14 @@ def _condense(
     i = tl.arange(0, _C)
     k_ptr += key
     sums_ptr += head
-    g = tl.cumsum(_row(log_decay_ptr + head, c, T, H), 0)
-    _save_row(sums_ptr, c, T, H, g)
+    sums = tl.cumsum(_row(log_decay_ptr + head, c, T, H), 0)
+    _save_row(sums_ptr, c, T, H, sums)
     beta = _row(beta_ptr + head, c, T, H)
     overlap = tl.zeros([_C, _C], tl.float32)
     for n in tl.static_range(0, N, block):
         numbers = n + tl.arange(0, block)
         overlap += tl.dot(_tile(k_ptr, c, T, K * N, numbers), _turned(k_ptr, c, T, K * N, numbers))
-    overlap *= _within(g, 1) * beta[:, None]
+    overlap *= _within(sums, 1) * beta[:, None]
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     inverse -= tl.where(i[:, None] // 2 == i[None, :] // 2, overlap, 0.0)
     for level in tl.static_range(1, _LEVELS):
@@ -218,7 +218,7 @@ def _condense(
         numbers = m + tl.arange(0, block)
         update = tl.dot(weighted, _tile(v_ptr + head * M, c, T, H * M, numbers))
         _save(updates_ptr + head * M, c, T, H * M, numbers, update)
-    weighted = (inverse * (beta * tl.exp(g))[None, :]).to(dtype)
+    weighted = (inverse * (beta * tl.exp(sums))[None, :]).to(dtype)
     for n in tl.static_range(0, N, block):
         numbers = n + tl.arange(0, block)
         reader = tl.dot(weighted, _tile(k_ptr, c, T, K * N, numbers))
@@ -254,13 +254,13 @@ def _advance(
     chunks = tl.cdiv(T, _C)
     state = tl.load(first_ptr + index * N * M + square)
     for c in range(0, chunks):
-        g, since, until, whole = _decays(sums_ptr + head, c, T, H)
+        sums, since, until, whole = _decays(sums_ptr + head, c, T, H)
         if keep:
             tl.store(states_ptr + (index * chunks + c) * N * M + square, state.to(dtype))
         turned_k = _turned(k_ptr + key, c, T, K * N, n)
         if not keep:  # first the products that need most registers
             q = _tile(q_ptr + key, c, T, K * N, n)
-            weights = (tl.dot(q, turned_k) * _within(g, 0)).to(dtype)
+            weights = (tl.dot(q, turned_k) * _within(sums, 0)).to(dtype)
             out = tl.dot(q, state.to(dtype)) * since[:, None]
         value = _tile(updates_ptr + head * M, c, T, H * M, m).to(tl.float32)
         value -= tl.dot(_tile(readers_ptr + head * N, c, T, H * N, n), state.to(dtype))
@@ -302,12 +302,12 @@ def _retreat(
     d_state = tl.load(d_end_ptr + index * N * M + square)
     for step in range(0, chunks):
         c = chunks - 1 - step
-        g, since, until, whole = _decays(sums_ptr + head, c, T, H)
+        sums, since, until, whole = _decays(sums_ptr + head, c, T, H)
         tl.store(d_states_ptr + (index * chunks + c) * N * M + square, d_state.to(dtype))
         k = _tile(k_ptr + key, c, T, K * N, n)
         turned_q = _turned(q_ptr + key, c, T, K * N, n)
         d_out = _tile(d_out_ptr + head * M, c, T, H * M, m)
-        weights = (tl.dot(k, turned_q) * _turned_within(g, 0)).to(dtype)
+        weights = (tl.dot(k, turned_q) * _turned_within(sums, 0)).to(dtype)
         d_value = tl.dot(k, d_state.to(dtype)) * until[:, None]
         d_value += tl.dot(weights, d_out)
         _save(d_values_ptr + head * M, c, T, H * M, m, d_value)
@@ -343,7 +343,7 @@ def _read_gradients(
     index, key, head = _places(T, K, H, N)
     n = tl.program_id(2) * keys + tl.arange(0, keys)
     square = (index * tl.cdiv(T, _C) + c) * N * M + n[None, :] * M
-    g, since, until, whole = _decays(sums_ptr + head, c, T, H)
+    sums, since, until, whole = _decays(sums_ptr + head, c, T, H)
     dtype = d_out_ptr.dtype.element_ty
     d_p = tl.zeros([_C, _C], tl.float32)
     d_p_turned = tl.zeros([_C, _C], tl.float32)
@@ -368,8 +368,8 @@ def _read_gradients(
     k = _tile(k_ptr + key, c, T, K * N, n)
     dk *= until[:, None]
     d_last = tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0) + whole * tl.sum(d_whole, 0)
-    dq = dq * since[:, None] + tl.dot((d_p * _within(g, 0)).to(dtype), k)
-    dk += tl.dot((d_p_turned * _turned_within(g, 0)).to(dtype), q)
+    dq = dq * since[:, None] + tl.dot((d_p * _within(sums, 0)).to(dtype), k)
+    dk += tl.dot((d_p_turned * _turned_within(sums, 0)).to(dtype), q)
     _save(dq_ptr + head * N, c, T, H * N, n, dq)
     _save(dk_ptr + head * N, c, T, H * N, n, dk)
     dg = tl.sum(dq * q.to(tl.float32) - dk * k.to(tl.float32), 1)
@@ -403,7 +403,7 @@ def _condensed_gradients(
     c = tl.program_id(1)
     _, key, head = _places(T, K, H, N)
     i = tl.arange(0, _C)
-    g, since, _, _ = _decays(sums_ptr + head, c, T, H)
+    sums, since, _, _ = _decays(sums_ptr + head, c, T, H)
     beta = _row(beta_ptr + head, c, T, H)
     dtype = v_ptr.dtype.element_ty
     inverse = _tile(inverses_ptr + head * _C, c, T, H * _C, i)
@@ -429,8 +429,8 @@ def _condensed_gradients(
         d_since += tl.sum(z * _tile(k_ptr + key, c, T, K * N, n).to(tl.float32), 1) * since
     d_beta += d_since
     dg = d_since * beta
-    d_a *= _within(g, 1)
-    d_a_turned *= _turned_within(g, 1) * beta[None, :]
+    d_a *= _within(sums, 1)
+    d_a_turned *= _turned_within(sums, 1) * beta[None, :]
     for first in tl.range(0, N, block):
         n = first + tl.arange(0, block)
         k = _tile(k_ptr + key, c, T, K * N, n)
