@@ -17,13 +17,13 @@ from triton.compiler import ASTSource
 
 from funrl.compiled_kernels.delta_rule import kernels
 
-HALF, FULL, WHOLE = "*bf16", "*fp32", "*i32"
+HALF, FULL = "*bf16", "*fp32"
 TYPES = {
-    kernels._condense: (HALF, HALF, FULL, HALF, WHOLE, FULL, *[HALF] * 3),
-    kernels._advance: (HALF, HALF, WHOLE, FULL, FULL, *[HALF] * 5, FULL),
-    kernels._retreat: (HALF, FULL, HALF, HALF, WHOLE, FULL, *[HALF] * 3, FULL),
-    kernels._read_gradients: (*[HALF] * 3, WHOLE, FULL, *[HALF] * 7, FULL),
-    kernels._condensed_gradients: (*[HALF] * 3, WHOLE, FULL, *[HALF] * 7, FULL, FULL),
+    kernels._condense: (HALF, HALF, FULL, HALF, FULL, *[HALF] * 3),
+    kernels._advance: (HALF, HALF, FULL, FULL, *[HALF] * 5, FULL),
+    kernels._retreat: (HALF, FULL, HALF, HALF, FULL, *[HALF] * 3, FULL),
+    kernels._read_gradients: (*[HALF] * 3, FULL, *[HALF] * 7, FULL),
+    kernels._condensed_gradients: (*[HALF] * 3, FULL, *[HALF] * 7, FULL, FULL),
 }
 FORMS = [  # kernels, constants by the size of a head, and whether it is one of gradients
     (kernels._condense, {"keep": False}, kernels._BLOCK, False),

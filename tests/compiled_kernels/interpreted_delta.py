@@ -85,7 +85,7 @@ def shapes_equal_float64():
     assert len(SHAPES) == 30
     for shape in SHAPES:
         try:
-            compare(*scene(*shape), tolerance=2e-6)
+            compare(*scene(*shape), tolerance=2e-6 if len(shape[1]) == 1 else 5e-5)
         except Exception as error:
             raise AssertionError(f"shape {shape}") from error
 
@@ -102,10 +102,11 @@ def keys_that_are_alike_lose_no_digits():
 
 
 def strong_decays_leave_three_digits():
-    """Tokens forget all but e^-300 beside others that forget nothing."""
+    """Tokens forget all but e^-300, or all, beside others that forget nothing."""
     leaves, runs, weights = scene((1, 1, 2, 16, 16), [2 * C], True)
     decay = torch.full_like(leaves[3], -1e-3)
-    decay[:, :20] = -300.0
+    decay[:, :19] = -300.0
+    decay[:, 19] = -torch.inf
     leaves[3] = decay.requires_grad_()
     compare(leaves, runs, weights, tolerance=1e-3)  # differences of sums of up to 6,000 in float32
 
@@ -145,8 +146,8 @@ def any_number_of_tokens_is_one_graph():
 
 def operators_keep_their_promises():
     """What they write, and the shapes that a tracer is told, for any number of tokens."""
-    leaves, runs, weights = scene((1, 1, 2, 16, 16), [70], True, dtype=torch.float16)
-    given = *(x.detach() for x in leaves[:5]), runs.int(), leaves[5].detach()
+    leaves, _, weights = scene((1, 1, 2, 16, 16), [70], True, dtype=torch.float16)
+    given = tuple(x.detach() for x in leaves)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     opcheck(operators._forward.definition, given, test_utils=tests)
     opcheck(operators._backward.definition, (*weights, *given), test_utils=tests)
@@ -191,7 +192,7 @@ CASES = (
 
 
 def main():
-    gated_delta._by_kernels = lambda k, v: v.dtype == torch.float16
+    gated_delta._by_kernels = lambda v, *sizes: v.dtype == torch.float16
     results = {}
     for case in CASES:
         results[case.__name__] = None

@@ -72,8 +72,8 @@ def test_which_rows_are_for_the_kernels(monkeypatch):
 
     def taken(key: int, value: int, dtype: torch.dtype, device="cuda"):
         with FakeTensorMode():
-            k, v = (torch.empty(1, 10, 2, n, device=device, dtype=dtype) for n in (key, value))
-        return gated_delta._by_kernels(k, v)
+            v = torch.empty(1, 10, 2, value, device=device, dtype=dtype)
+        return gated_delta._by_kernels(v, key, value)
 
     assert taken(128, 64, torch.bfloat16) and taken(20, 256, torch.float16)
     refused = (128, 64, torch.float32), (512, 64, torch.bfloat16), (128, 64, torch.bfloat16, "cpu")
@@ -99,7 +99,7 @@ def test_a_trial_that_fails_leaves_torchs_operators(monkeypatch, caplog):
 @pytest.mark.parametrize("key, value", [(12, 40), (16, 64)])
 def test_results_have_the_shapes_and_dtypes_of_torchs(key, value, monkeypatch):
     """Without a GPU: on tensors without numbers."""
-    monkeypatch.setattr(gated_delta, "_by_kernels", lambda k, v: True)
+    monkeypatch.setattr(gated_delta, "_by_kernels", lambda *_: True)
     heads = [x.detach().to("meta").requires_grad_() for x in _heads(key, value, torch.bfloat16)]
     out = gated_delta.gated_delta_rule(*heads, torch.zeros(1, 10, dtype=torch.int64, device="meta"))
     assert out.shape == heads[2].shape and out.dtype == torch.bfloat16

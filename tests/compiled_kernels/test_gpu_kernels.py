@@ -61,7 +61,7 @@ def output_of(program, *args, **variables):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=600,
+        timeout=1800,
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

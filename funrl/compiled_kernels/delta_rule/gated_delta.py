@@ -55,11 +55,11 @@ def gated_delta_rule(
 
     Returns: [B, T, H, M] in the dtype of v; differentiable once.
     """
-    if _by_kernels(k_BTKN, v_BTHM):
+    if _by_kernels(v_BTHM, k_BTKN.shape[-1], v_BTHM.shape[-1]):
         heads = q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH
         B, _, H, M = v_BTHM.shape
         first_BHNM = v_BTHM.new_zeros(B, H, k_BTKN.shape[-1], M, dtype=torch.float32)
-        return chunked_delta_rule(heads, _runs(v_BTHM, segments_BT), first_BHNM)[0]
+        return chunked_delta_rule(heads, segments_BT, first_BHNM)[0]
     parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
     values, states = _ChunkStates.apply(parts.updates, parts.readers, parts.keys, parts.whole, None)
     return read_chunks(parts, values, states)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
@@ -80,9 +80,9 @@ def continue_delta_rule(
         q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH = (x[:, 0].to(state_BHNM.dtype) for x in inputs)
         out_BHM, state_BHNM = _one_token(q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH, state_BHNM)
         return out_BHM.unsqueeze(1).to(v_BTHM.dtype), state_BHNM
-    if _by_kernels(k_BTKN, v_BTHM):
+    if _by_kernels(v_BTHM, k_BTKN.shape[-1], v_BTHM.shape[-1]):
         heads = q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH
-        out_BTHM, end_BHNM = chunked_delta_rule(heads, _runs(v_BTHM, None), state_BHNM)
+        out_BTHM, end_BHNM = chunked_delta_rule(heads, None, state_BHNM)
         return out_BTHM, end_BHNM.to(state_BHNM.dtype)
     parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, None)
     states = []
@@ -116,10 +116,9 @@ def part_of_delta_rule(
     wide = torch.promote_types(v_BTHM.dtype, torch.float32)
     first_NX = F.pad(torch.eye(key, dtype=wide, device=v_BTHM.device), (M, 0))
     first_BHNX = first_NX.expand(B, H, *first_NX.shape)
-    v_BTHX = F.pad(v_BTHM, (0, key))
-    if _by_kernels(k_BTKN, v_BTHX):
-        heads = q_BTKN, k_BTKN, v_BTHX, log_decay_BTH, beta_BTH
-        out_BTHX, end_BHNX = chunked_delta_rule(heads, _runs(v_BTHM, segments_BT), first_BHNX)
+    if _by_kernels(v_BTHM, key, M + key):
+        heads = q_BTKN, k_BTKN, F.pad(v_BTHM, (0, key)), log_decay_BTH, beta_BTH
+        out_BTHX, end_BHNX = chunked_delta_rule(heads, segments_BT, first_BHNX)
         return out_BTHX.to(wide), end_BHNX
     parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
     updates = F.pad(parts.updates, (0, key))
@@ -144,11 +143,10 @@ def delta_kernels_run(key: int, value: int, dtype: torch.dtype) -> bool:
     return _trial_runs(key, value, dtype)
 
 
-def _by_kernels(k_BTKN: Tensor, v_BTHM: Tensor) -> bool:
-    """True if rows are for the Triton kernels."""
-    sizes = k_BTKN.shape[-1], v_BTHM.shape[-1]
-    fits = v_BTHM.is_cuda and v_BTHM.element_size() == 2 and max(sizes) <= LARGEST_DELTA_HEAD
-    return fits and delta_kernels_run(*sizes, v_BTHM.dtype)
+def _by_kernels(v_BTHM: Tensor, key: int, value: int) -> bool:
+    """True if rows of these sizes of a head are for the Triton kernels."""
+    fits = v_BTHM.is_cuda and v_BTHM.element_size() == 2 and max(key, value) <= LARGEST_DELTA_HEAD
+    return fits and delta_kernels_run(key, value, v_BTHM.dtype)
 
 
 @functools.cache
@@ -172,7 +170,7 @@ def kernel_error(device: str, key: int, value: int, dtype: torch.dtype) -> float
     """
     generator = torch.Generator().manual_seed(0)
     tokens = 150
-    runs_BT = packed_segments(torch.tensor([0, 70, 70, 141]), tokens)
+    segments_BT = packed_segments(torch.tensor([0, 70, 70, 141]), tokens)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, *shape, generator=generator)
@@ -184,13 +182,13 @@ def kernel_error(device: str, key: int, value: int, dtype: torch.dtype) -> float
 
     def by_torch(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, beta, first_BHNM = leaves
-        out_BTHX, end_BHNX = part_of_delta_rule(q, k, v, log_decay, beta, runs_BT)
+        out_BTHX, end_BHNX = part_of_delta_rule(q, k, v, log_decay, beta, segments_BT)
         read_BTHM = torch.einsum("bthn,bhnm->bthm", out_BTHX[..., value:], first_BHNM)
         return out_BTHX[..., :value] + read_BTHM, end_BHNX[..., :value] + end_BHNX[..., value:] @ first_BHNM
 
     leaves = [x.to(device).requires_grad_() for x in inputs]
     q, k, v, log_decay, beta, first_BHNM = leaves
-    results = chunked_delta_rule((q, k, v, log_decay, beta), runs_BT.to(device), first_BHNM)
+    results = chunked_delta_rule((q, k, v, log_decay, beta), segments_BT.to(device), first_BHNM)
     grads = torch.autograd.grad(results, leaves, [x.to(device) for x in weights])
     wide = [x.double().requires_grad_() for x in inputs]
     expected = by_torch(wide)

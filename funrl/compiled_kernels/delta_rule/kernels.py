@@ -1,12 +1,11 @@
 """Triton kernels of the gated delta rule by chunks of 64 tokens, forward and backward.
 
 A chunk has keys K, queries Q [C, N], values V [C, M] and the state S [N, M] before it. With g the cumulative sum of its
-logarithms of decays, and 1 the tokens of one sequence,
+logarithms of decays,
 
-    W_ij = exp(g_i - g_j) for i >= j of one sequence, else 0          decay within the chunk
-    a_i  = exp(g_i) while the sequence before the chunk lasts          decay since its first token
-    e_j  = exp(g_C - g_j) for the sequence of its last token           decay until its last token
-    A = tril(beta_i W_ij k_i k_j, -1), X = (I + A)^-1                  the WY form of the product of all updates
+    W_ij = exp(g_i - g_j) for i >= j, else 0             decay within the chunk
+    a_i = exp(g_i), e_j = exp(g_C - g_j)                 decay since its first and until its last token
+    A = tril(beta_i W_ij k_i k_j, -1), X = (I + A)^-1    the WY form of the product of all updates
     U = X beta V, R = X beta a K, P = W * (Q K^T)
 
 its new values, results and the next state are
@@ -22,6 +21,9 @@ and with the gradient D of S_next, from the last chunk to the first one,
 The gradient of each g_i is q_i dq_i - k_i dk_i, as decays stand beside keys and queries only, and that of the last one
 has the terms of a_C and e too. X doubles the size of its diagonal blocks six times: of two blocks with L below the
 diagonal, the inverse has -X2 L X1 there. No power of A is taken, which would lose all digits where keys are alike.
+
+A border of sequences in a row is data: the first token behind it has `operators.FORGET` as the logarithm of its decay,
+and all factors across it are 0. Decays that follow in its chunk are rounded as a sum of that size, by 4e-6 a border.
 
 Products take the dtype of the values and sum in float32, as states do; X is computed in TF32 or float32. Nothing
 transposes the result of a product: Triton 3.4 to 3.7.0 computes that wrongly on Hopper (issue 640 of
@@ -60,8 +62,7 @@ class DeltaRows(NamedTuple):
     Attributes:
       q, k: [B, T, K, N], key head h // (H / K) for value head h.
       v: [B, T, H, M].
-      log_decay, beta: [B, T, H].
-      runs: [B, T] int32, a number that differs from that of the token before begins a sequence.
+      log_decay, beta: [B, T, H]; see above for borders of sequences.
       first: [B, H, N, M] float32, the state before the first token.
     """
 
@@ -70,7 +71,6 @@ class DeltaRows(NamedTuple):
     v: Tensor
     log_decay: Tensor
     beta: Tensor
-    runs: Tensor
     first: Tensor
 
 
@@ -94,44 +94,62 @@ class ChunkParts(NamedTuple):
 
 
 @triton.jit
-def _tile(ptr, t, T, stride, n):
-    """Rows t of numbers n, 0 from T on."""
-    return tl.load(ptr + t[:, None] * stride + n[None, :], mask=(t < T)[:, None], other=0.0)
+def _row(ptr, c, T, stride):
+    """A number of each token of a chunk, 0 from T on; float32."""
+    i = tl.arange(0, _C)
+    ptr += tl.cast(c, tl.int64) * _C * stride
+    return tl.load(ptr + i * stride, mask=i < T - c * _C, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _turned(ptr, t, T, stride, n):
+def _save_row(ptr, c, T, stride, x):
+    i = tl.arange(0, _C)
+    tl.store(ptr + tl.cast(c, tl.int64) * _C * stride + i * stride, x, mask=i < T - c * _C)
+
+
+@triton.jit
+def _tile(ptr, c, T, stride, n):
+    """Numbers n of each token of a chunk, 0 from T on."""
+    i = tl.arange(0, _C)
+    ptr += tl.cast(c, tl.int64) * _C * stride
+    return tl.load(ptr + i[:, None] * stride + n[None, :], mask=(i < T - c * _C)[:, None], other=0.0)
+
+
+@triton.jit
+def _turned(ptr, c, T, stride, n):
     """`_tile` transposed, read that way."""
-    return tl.load(ptr + t[None, :] * stride + n[:, None], mask=(t < T)[None, :], other=0.0)
+    i = tl.arange(0, _C)
+    ptr += tl.cast(c, tl.int64) * _C * stride
+    return tl.load(ptr + i[None, :] * stride + n[:, None], mask=(i < T - c * _C)[None, :], other=0.0)
 
 
 @triton.jit
-def _save(ptr, t, T, stride, n, x):
-    tl.store(ptr + t[:, None] * stride + n[None, :], x.to(ptr.dtype.element_ty), mask=(t < T)[:, None])
+def _save(ptr, c, T, stride, n, x):
+    i = tl.arange(0, _C)
+    ptr += tl.cast(c, tl.int64) * _C * stride
+    tl.store(ptr + i[:, None] * stride + n[None, :], x.to(ptr.dtype.element_ty), mask=(i < T - c * _C)[:, None])
 
 
 @triton.jit
 def _places(T, K: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
-    """The head of a program among those of all rows; its row's first token; offsets into keys and into value heads."""
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
-    return b * H + h, b * T, b * T * K * N + h // (H // K) * N, b * T * H + h
+    """The head of a program among those of all rows, and offsets into keys and into value heads."""
+    b = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    return b * H + h, b * T * K * N + h // (H // K) * N, b * T * H + h
 
 
 @triton.jit
-def _within(g, run, least: tl.constexpr):
+def _within(sums, least: tl.constexpr):
     """W, where i - j is `least` or more."""
     i = tl.arange(0, _C)
-    inside = (i[:, None] - i[None, :] >= least) & (run[:, None] == run[None, :])
-    return tl.exp(tl.where(inside, g[:, None] - g[None, :], float("-inf")))
+    return tl.exp(tl.where(i[:, None] - i[None, :] >= least, sums[:, None] - sums[None, :], float("-inf")))
 
 
 @triton.jit
-def _turned_within(g, run, least: tl.constexpr):
+def _turned_within(sums, least: tl.constexpr):
     """`_within` transposed."""
     i = tl.arange(0, _C)
-    inside = (i[None, :] - i[:, None] >= least) & (run[:, None] == run[None, :])
-    return tl.exp(tl.where(inside, g[None, :] - g[:, None], float("-inf")))
+    return tl.exp(tl.where(i[None, :] - i[:, None] >= least, sums[None, :] - sums[:, None], float("-inf")))
 
 
 @triton.jit
@@ -142,28 +160,21 @@ def _sums_from(x):
 
 
 @triton.jit
-def _decays(sums_ptr, runs_ptr, c, T, H):
-    """Tokens of a chunk, their g and sequences, a, e and a_C; tokens from T on are as the last one."""
-    t = c * _C + tl.arange(0, _C)
-    last = tl.minimum(c * _C + _C - 1, T - 1)
-    g = tl.load(sums_ptr + tl.minimum(t, T - 1) * H)
-    run = tl.load(runs_ptr + tl.minimum(t, T - 1))
-    g_last = tl.load(sums_ptr + last * H)
-    run_last = tl.load(runs_ptr + last)
-    run_before = tl.load(runs_ptr + tl.maximum(c * _C - 1, 0))
-    since = tl.where(run == run_before, tl.exp(g), 0.0)
-    until = tl.where(run == run_last, tl.exp(g_last - g), 0.0)
-    whole = tl.where(run_last == run_before, tl.exp(g_last), 0.0)
-    return t, g, run, since, until, whole
+def _decays(sums_ptr, c, T, H):
+    """g of a chunk, a, e and a_C; tokens from T on are as the last one."""
+    sums_ptr += tl.cast(c, tl.int64) * _C * H
+    last = tl.minimum(_C, T - c * _C) - 1
+    sums = tl.load(sums_ptr + tl.minimum(tl.arange(0, _C), last) * H)
+    last_sum = tl.load(sums_ptr + last * H)
+    return sums, tl.exp(sums), tl.exp(last_sum - sums), tl.exp(last_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # any number of tokens is one compilation
 def _condense(
     k_ptr,
     v_ptr,
     log_decay_ptr,
     beta_ptr,
-    runs_ptr,
     sums_ptr,
     updates_ptr,
     readers_ptr,
@@ -178,24 +189,19 @@ def _condense(
     precision: tl.constexpr,
 ):
     """g, U, R and X of one chunk of a head."""
-    c = tl.program_id(0)
-    _, row, key, head = _places(T, K, H, N)
+    c = tl.program_id(1)
+    _, key, head = _places(T, K, H, N)
     i = tl.arange(0, _C)
-    t = c * _C + i
     k_ptr += key
     sums_ptr += head
-    log_decay = tl.load(log_decay_ptr + head + t * H, mask=t < T, other=0.0).to(tl.float32)
-    g = tl.cumsum(log_decay, 0)
-    tl.store(sums_ptr + t * H, g, mask=t < T)
-    beta = tl.load(beta_ptr + head + t * H, mask=t < T, other=0.0).to(tl.float32)
-    run = tl.load(runs_ptr + row + tl.minimum(t, T - 1))
-    run_before = tl.load(runs_ptr + row + tl.maximum(c * _C - 1, 0))
-    since = tl.where(run == run_before, tl.exp(g), 0.0)
+    sums = tl.cumsum(_row(log_decay_ptr + head, c, T, H), 0)
+    _save_row(sums_ptr, c, T, H, sums)
+    beta = _row(beta_ptr + head, c, T, H)
     overlap = tl.zeros([_C, _C], tl.float32)
     for n in tl.static_range(0, N, block):
         numbers = n + tl.arange(0, block)
-        overlap += tl.dot(_tile(k_ptr, t, T, K * N, numbers), _turned(k_ptr, t, T, K * N, numbers))
-    overlap *= _within(g, run, 1) * beta[:, None]
+        overlap += tl.dot(_tile(k_ptr, c, T, K * N, numbers), _turned(k_ptr, c, T, K * N, numbers))
+    overlap *= _within(sums, 1) * beta[:, None]
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     inverse -= tl.where(i[:, None] // 2 == i[None, :] // 2, overlap, 0.0)
     for level in tl.static_range(1, _LEVELS):
@@ -206,24 +212,23 @@ def _condense(
         inverse -= tl.dot(inverse, right, input_precision=precision)
     dtype = v_ptr.dtype.element_ty
     if keep:
-        _save(inverses_ptr + head * _C, t, T, H * _C, i, inverse)
+        _save(inverses_ptr + head * _C, c, T, H * _C, i, inverse)
     weighted = (inverse * beta[None, :]).to(dtype)
     for m in tl.static_range(0, M, block):
         numbers = m + tl.arange(0, block)
-        update = tl.dot(weighted, _tile(v_ptr + head * M, t, T, H * M, numbers))
-        _save(updates_ptr + head * M, t, T, H * M, numbers, update)
-    weighted = (inverse * (beta * since)[None, :]).to(dtype)
+        update = tl.dot(weighted, _tile(v_ptr + head * M, c, T, H * M, numbers))
+        _save(updates_ptr + head * M, c, T, H * M, numbers, update)
+    weighted = (inverse * (beta * tl.exp(sums))[None, :]).to(dtype)
     for n in tl.static_range(0, N, block):
         numbers = n + tl.arange(0, block)
-        reader = tl.dot(weighted, _tile(k_ptr, t, T, K * N, numbers))
-        _save(readers_ptr + head * N, t, T, H * N, numbers, reader)
+        reader = tl.dot(weighted, _tile(k_ptr, c, T, K * N, numbers))
+        _save(readers_ptr + head * N, c, T, H * N, numbers, reader)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _advance(
     q_ptr,
     k_ptr,
-    runs_ptr,
     first_ptr,
     sums_ptr,
     updates_ptr,
@@ -241,39 +246,40 @@ def _advance(
     keep: tl.constexpr,
 ):
     """States from chunk to chunk, of some values of a head: results and the last state, or all states and V'."""
-    index, row, key, head = _places(T, K, H, N)
+    index, key, head = _places(T, K, H, N)
     n = tl.arange(0, N)
-    m = tl.program_id(0) * block + tl.arange(0, block)
+    m = tl.program_id(1) * block + tl.arange(0, block)
     square = n[:, None] * M + m[None, :]
     dtype = out_ptr.dtype.element_ty
     chunks = tl.cdiv(T, _C)
     state = tl.load(first_ptr + index * N * M + square)
     for c in range(0, chunks):
-        t, g, run, since, until, whole = _decays(sums_ptr + head, runs_ptr + row, c, T, H)
+        sums, since, until, whole = _decays(sums_ptr + head, c, T, H)
         if keep:
             tl.store(states_ptr + (index * chunks + c) * N * M + square, state.to(dtype))
-        value = _tile(updates_ptr + head * M, t, T, H * M, m).to(tl.float32)
-        value -= tl.dot(_tile(readers_ptr + head * N, t, T, H * N, n), state.to(dtype))
-        if keep:
-            _save(values_ptr + head * M, t, T, H * M, m, value)
-        turned_k = _turned(k_ptr + key, t, T, K * N, n)
-        if not keep:
-            q = _tile(q_ptr + key, t, T, K * N, n)
+        turned_k = _turned(k_ptr + key, c, T, K * N, n)
+        if not keep:  # first the products that need most registers
+            q = _tile(q_ptr + key, c, T, K * N, n)
+            weights = (tl.dot(q, turned_k) * _within(sums, 0)).to(dtype)
             out = tl.dot(q, state.to(dtype)) * since[:, None]
-            out += tl.dot((tl.dot(q, turned_k) * _within(g, run, 0)).to(dtype), value.to(dtype))
-            _save(out_ptr + head * M, t, T, H * M, m, out)
+        value = _tile(updates_ptr + head * M, c, T, H * M, m).to(tl.float32)
+        value -= tl.dot(_tile(readers_ptr + head * N, c, T, H * N, n), state.to(dtype))
+        if keep:
+            _save(values_ptr + head * M, c, T, H * M, m, value)
+        else:
+            out += tl.dot(weights, value.to(dtype))
+            _save(out_ptr + head * M, c, T, H * M, m, out)
         state = whole * state + tl.dot(turned_k, (value * until[:, None]).to(dtype))
     if not keep:
         tl.store(end_ptr + index * N * M + square, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _retreat(
     d_out_ptr,
     d_end_ptr,
     q_ptr,
     k_ptr,
-    runs_ptr,
     sums_ptr,
     readers_ptr,
     d_states_ptr,
@@ -287,34 +293,34 @@ def _retreat(
     block: tl.constexpr,
 ):
     """D and dV' from the last chunk to the first one, of some values of a head."""
-    index, row, key, head = _places(T, K, H, N)
+    index, key, head = _places(T, K, H, N)
     n = tl.arange(0, N)
-    m = tl.program_id(0) * block + tl.arange(0, block)
+    m = tl.program_id(1) * block + tl.arange(0, block)
     square = n[:, None] * M + m[None, :]
     dtype = d_out_ptr.dtype.element_ty
     chunks = tl.cdiv(T, _C)
     d_state = tl.load(d_end_ptr + index * N * M + square)
     for step in range(0, chunks):
         c = chunks - 1 - step
-        t, g, run, since, until, whole = _decays(sums_ptr + head, runs_ptr + row, c, T, H)
+        sums, since, until, whole = _decays(sums_ptr + head, c, T, H)
         tl.store(d_states_ptr + (index * chunks + c) * N * M + square, d_state.to(dtype))
-        k = _tile(k_ptr + key, t, T, K * N, n)
-        turned_q = _turned(q_ptr + key, t, T, K * N, n)
-        d_out = _tile(d_out_ptr + head * M, t, T, H * M, m)
+        k = _tile(k_ptr + key, c, T, K * N, n)
+        turned_q = _turned(q_ptr + key, c, T, K * N, n)
+        d_out = _tile(d_out_ptr + head * M, c, T, H * M, m)
+        weights = (tl.dot(k, turned_q) * _turned_within(sums, 0)).to(dtype)
         d_value = tl.dot(k, d_state.to(dtype)) * until[:, None]
-        d_value += tl.dot((tl.dot(k, turned_q) * _turned_within(g, run, 0)).to(dtype), d_out)
-        _save(d_values_ptr + head * M, t, T, H * M, m, d_value)
+        d_value += tl.dot(weights, d_out)
+        _save(d_values_ptr + head * M, c, T, H * M, m, d_value)
         d_state = whole * d_state + tl.dot(turned_q, (d_out.to(tl.float32) * since[:, None]).to(dtype))
-        d_state -= tl.dot(_turned(readers_ptr + head * N, t, T, H * N, n), d_value.to(dtype))
+        d_state -= tl.dot(_turned(readers_ptr + head * N, c, T, H * N, n), d_value.to(dtype))
     tl.store(d_first_ptr + index * N * M + square, d_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _read_gradients(
     d_out_ptr,
     q_ptr,
     k_ptr,
-    runs_ptr,
     sums_ptr,
     states_ptr,
     values_ptr,
@@ -333,11 +339,11 @@ def _read_gradients(
     block: tl.constexpr,
 ):
     """dQ, dR, and dK and dg but for those by X, of some keys of one chunk of a head."""
-    c = tl.program_id(0)
-    index, row, key, head = _places(T, K, H, N)
+    c = tl.program_id(1)
+    index, key, head = _places(T, K, H, N)
     n = tl.program_id(2) * keys + tl.arange(0, keys)
     square = (index * tl.cdiv(T, _C) + c) * N * M + n[None, :] * M
-    t, g, run, since, until, whole = _decays(sums_ptr + head, runs_ptr + row, c, T, H)
+    sums, since, until, whole = _decays(sums_ptr + head, c, T, H)
     dtype = d_out_ptr.dtype.element_ty
     d_p = tl.zeros([_C, _C], tl.float32)
     d_p_turned = tl.zeros([_C, _C], tl.float32)
@@ -345,38 +351,37 @@ def _read_gradients(
     dk = tl.zeros([_C, keys], tl.float32)
     d_reader = tl.zeros([_C, keys], tl.float32)
     d_whole = tl.zeros([keys], tl.float32)
-    for begin in tl.range(0, M, block):
-        m = begin + tl.arange(0, block)
-        d_out = _tile(d_out_ptr + head * M, t, T, H * M, m)
-        value = _tile(values_ptr + head * M, t, T, H * M, m)
+    for first in tl.range(0, M, block):
+        m = first + tl.arange(0, block)
+        d_out = _tile(d_out_ptr + head * M, c, T, H * M, m)
+        value = _tile(values_ptr + head * M, c, T, H * M, m)
         state = tl.load(states_ptr + square + m[:, None])
         d_state = tl.load(d_states_ptr + square + m[:, None])
-        d_p += tl.dot(d_out, _turned(values_ptr + head * M, t, T, H * M, m))
-        d_p_turned += tl.dot(value, _turned(d_out_ptr + head * M, t, T, H * M, m))
+        d_p += tl.dot(d_out, _turned(values_ptr + head * M, c, T, H * M, m))
+        d_p_turned += tl.dot(value, _turned(d_out_ptr + head * M, c, T, H * M, m))
         dq += tl.dot(d_out, state)
         dk += tl.dot(value, d_state)
-        d_reader -= tl.dot(_tile(d_values_ptr + head * M, t, T, H * M, m), state)
+        d_reader -= tl.dot(_tile(d_values_ptr + head * M, c, T, H * M, m), state)
         d_whole += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 0)
-    _save(d_readers_ptr + head * N, t, T, H * N, n, d_reader)
-    q = _tile(q_ptr + key, t, T, K * N, n)
-    k = _tile(k_ptr + key, t, T, K * N, n)
+    _save(d_readers_ptr + head * N, c, T, H * N, n, d_reader)
+    q = _tile(q_ptr + key, c, T, K * N, n)
+    k = _tile(k_ptr + key, c, T, K * N, n)
     dk *= until[:, None]
     d_last = tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0) + whole * tl.sum(d_whole, 0)
-    dq = dq * since[:, None] + tl.dot((d_p * _within(g, run, 0)).to(dtype), k)
-    dk += tl.dot((d_p_turned * _turned_within(g, run, 0)).to(dtype), q)
-    _save(dq_ptr + head * N, t, T, H * N, n, dq)
-    _save(dk_ptr + head * N, t, T, H * N, n, dk)
+    dq = dq * since[:, None] + tl.dot((d_p * _within(sums, 0)).to(dtype), k)
+    dk += tl.dot((d_p_turned * _turned_within(sums, 0)).to(dtype), q)
+    _save(dq_ptr + head * N, c, T, H * N, n, dq)
+    _save(dk_ptr + head * N, c, T, H * N, n, dk)
     dg = tl.sum(dq * q.to(tl.float32) - dk * k.to(tl.float32), 1)
-    part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * T
-    tl.store(d_sums_ptr + part + head + t * H, _sums_from(dg) + d_last, mask=t < T)  # all tokens are before the end
+    part = tl.program_id(2).to(tl.int64) * tl.num_programs(0) * T
+    _save_row(d_sums_ptr + part + head, c, T, H, _sums_from(dg) + d_last)  # a_C and e are of the end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _condensed_gradients(
     k_ptr,
     v_ptr,
     beta_ptr,
-    runs_ptr,
     sums_ptr,
     updates_ptr,
     readers_ptr,
@@ -395,51 +400,51 @@ def _condensed_gradients(
     block: tl.constexpr,
 ):
     """dV, dbeta, and the parts of dK and dg by X, of one chunk of a head."""
-    c = tl.program_id(0)
-    _, row, key, head = _places(T, K, H, N)
+    c = tl.program_id(1)
+    _, key, head = _places(T, K, H, N)
     i = tl.arange(0, _C)
-    t, g, run, since, _, _ = _decays(sums_ptr + head, runs_ptr + row, c, T, H)
-    beta = tl.load(beta_ptr + head + t * H, mask=t < T, other=0.0).to(tl.float32)
+    sums, since, _, _ = _decays(sums_ptr + head, c, T, H)
+    beta = _row(beta_ptr + head, c, T, H)
     dtype = v_ptr.dtype.element_ty
-    inverse = _tile(inverses_ptr + head * _C, t, T, H * _C, i)
-    turned = _turned(inverses_ptr + head * _C, t, T, H * _C, i)
+    inverse = _tile(inverses_ptr + head * _C, c, T, H * _C, i)
+    turned = _turned(inverses_ptr + head * _C, c, T, H * _C, i)
     d_a = tl.zeros([_C, _C], tl.float32)
     d_a_turned = tl.zeros([_C, _C], tl.float32)
     d_beta = tl.zeros([_C], tl.float32)
     d_since = tl.zeros([_C], tl.float32)
-    for begin in tl.range(0, M, block):
-        m = begin + tl.arange(0, block)
-        z = tl.dot(turned, _tile(d_values_ptr + head * M, t, T, H * M, m))
-        z_turned = tl.dot(_turned(d_values_ptr + head * M, t, T, H * M, m), inverse)
-        d_a -= tl.dot(z.to(dtype), _turned(updates_ptr + head * M, t, T, H * M, m))
-        d_a_turned -= tl.dot(_tile(updates_ptr + head * M, t, T, H * M, m), z_turned.to(dtype))
-        d_beta += tl.sum(z * _tile(v_ptr + head * M, t, T, H * M, m).to(tl.float32), 1)
-        _save(dv_ptr + head * M, t, T, H * M, m, z * beta[:, None])
-    for begin in tl.range(0, N, block):
-        n = begin + tl.arange(0, block)
-        z = tl.dot(turned, _tile(d_readers_ptr + head * N, t, T, H * N, n))
-        z_turned = tl.dot(_turned(d_readers_ptr + head * N, t, T, H * N, n), inverse)
-        d_a -= tl.dot(z.to(dtype), _turned(readers_ptr + head * N, t, T, H * N, n))
-        d_a_turned -= tl.dot(_tile(readers_ptr + head * N, t, T, H * N, n), z_turned.to(dtype))
-        d_since += tl.sum(z * _tile(k_ptr + key, t, T, K * N, n).to(tl.float32), 1) * since
+    for first in tl.range(0, M, block):
+        m = first + tl.arange(0, block)
+        z = tl.dot(turned, _tile(d_values_ptr + head * M, c, T, H * M, m))
+        z_turned = tl.dot(_turned(d_values_ptr + head * M, c, T, H * M, m), inverse)
+        d_a -= tl.dot(z.to(dtype), _turned(updates_ptr + head * M, c, T, H * M, m))
+        d_a_turned -= tl.dot(_tile(updates_ptr + head * M, c, T, H * M, m), z_turned.to(dtype))
+        d_beta += tl.sum(z * _tile(v_ptr + head * M, c, T, H * M, m).to(tl.float32), 1)
+        _save(dv_ptr + head * M, c, T, H * M, m, z * beta[:, None])
+    for first in tl.range(0, N, block):
+        n = first + tl.arange(0, block)
+        z = tl.dot(turned, _tile(d_readers_ptr + head * N, c, T, H * N, n))
+        z_turned = tl.dot(_turned(d_readers_ptr + head * N, c, T, H * N, n), inverse)
+        d_a -= tl.dot(z.to(dtype), _turned(readers_ptr + head * N, c, T, H * N, n))
+        d_a_turned -= tl.dot(_tile(readers_ptr + head * N, c, T, H * N, n), z_turned.to(dtype))
+        d_since += tl.sum(z * _tile(k_ptr + key, c, T, K * N, n).to(tl.float32), 1) * since
     d_beta += d_since
     dg = d_since * beta
-    d_a *= _within(g, run, 1)
-    d_a_turned *= _turned_within(g, run, 1) * beta[None, :]
-    for begin in tl.range(0, N, block):
-        n = begin + tl.arange(0, block)
-        k = _tile(k_ptr + key, t, T, K * N, n)
-        z = tl.dot(turned, _tile(d_readers_ptr + head * N, t, T, H * N, n))
+    d_a *= _within(sums, 1)
+    d_a_turned *= _turned_within(sums, 1) * beta[None, :]
+    for first in tl.range(0, N, block):
+        n = first + tl.arange(0, block)
+        k = _tile(k_ptr + key, c, T, K * N, n)
+        z = tl.dot(turned, _tile(d_readers_ptr + head * N, c, T, H * N, n))
         rows = tl.dot(d_a.to(dtype), k)
         columns = tl.dot(d_a_turned.to(dtype), k)
         of_beta = tl.sum(rows * k.to(tl.float32), 1)
         d_beta += of_beta
         dg += of_beta * beta - tl.sum(columns * k.to(tl.float32), 1)
-        dk = _tile(dk_ptr + head * N, t, T, H * N, n).to(tl.float32)
+        dk = _tile(dk_ptr + head * N, c, T, H * N, n).to(tl.float32)
         dk += columns + (rows + z * since[:, None]) * beta[:, None]
-        _save(dk_ptr + head * N, t, T, H * N, n, dk)
-    tl.store(d_beta_ptr + head + t * H, d_beta, mask=t < T)
-    tl.store(d_sums_ptr + head + t * H, _sums_from(dg), mask=t < T)
+        _save(dk_ptr + head * N, c, T, H * N, n, dk)
+    _save_row(d_beta_ptr + head, c, T, H, d_beta)
+    _save_row(d_sums_ptr + head, c, T, H, _sums_from(dg))
 
 
 def launch_rule(rows: DeltaRows) -> tuple[Tensor, Tensor]:
@@ -452,7 +457,7 @@ def launch_rule(rows: DeltaRows) -> tuple[Tensor, Tensor]:
 
 def launch_rule_gradients(d_out: Tensor, d_end: Tensor, rows: DeltaRows) -> list[Tensor]:
     """Gradients of q, k, v, log_decay, beta and first by those of the results of `launch_rule`, which it recomputes."""
-    q, k, v, log_decay, beta, runs, first = rows
+    q, k, v, log_decay, beta, first = rows
     B, T, K, N = q.shape
     H, M = v.shape[2:]
     parts = _launch_states(rows, v, first, keep=True)
@@ -462,8 +467,8 @@ def launch_rule_gradients(d_out: Tensor, d_end: Tensor, rows: DeltaRows) -> list
     d_readers = torch.empty_like(parts.readers)
     d_first = torch.empty_like(first)
     values = min(_VALUES, M)
-    _retreat[M // values, B * H](
-        *(d_out, d_end, q, k, runs, parts.sums, parts.readers, d_states, d_values, d_first, *sizes),
+    _retreat[B * H, M // values](
+        *(d_out, d_end, q, k, parts.sums, parts.readers, d_states, d_values, d_first, *sizes),
         block=values,
         num_warps=_WARPS,
         num_stages=_STAGES,
@@ -474,16 +479,16 @@ def launch_rule_gradients(d_out: Tensor, d_end: Tensor, rows: DeltaRows) -> list
     d_beta = torch.empty_like(d_sums[0])
     dv = torch.empty_like(v)
     chunks = triton.cdiv(T, _C.value)
-    _read_gradients[chunks, B * H, blocks](
-        *(d_out, q, k, runs, parts.sums, parts.states, parts.values, d_states, d_values),
+    _read_gradients[B * H, chunks, blocks](
+        *(d_out, q, k, parts.sums, parts.states, parts.values, d_states, d_values),
         *(dq, dk, d_readers, d_sums, *sizes),
         keys=min(_BLOCK, N),
         block=values,
         num_warps=_WARPS_OF_GRADIENTS,
         num_stages=_STAGES,
     )
-    _condensed_gradients[chunks, B * H](
-        *(k, v, beta, runs, parts.sums, parts.updates, parts.readers, parts.inverses, d_values, d_readers),
+    _condensed_gradients[B * H, chunks](
+        *(k, v, beta, parts.sums, parts.updates, parts.readers, parts.inverses, d_values, d_readers),
         *(dk, dv, d_beta, d_sums[blocks], *sizes),
         block=min(_VALUES, N, M),
         num_warps=_WARPS_OF_GRADIENTS,
@@ -495,7 +500,7 @@ def launch_rule_gradients(d_out: Tensor, d_end: Tensor, rows: DeltaRows) -> list
 
 def _launch_states(rows: DeltaRows, out: Tensor, end: Tensor, keep: bool) -> ChunkParts:
     """Write results and last states, or with `keep` all that gradients need."""
-    q, k, v, log_decay, beta, runs, first = rows
+    q, k, v, log_decay, beta, first = rows
     B, T, K, N = q.shape
     H, M = v.shape[2:]
     chunks = triton.cdiv(T, _C.value)
@@ -508,8 +513,8 @@ def _launch_states(rows: DeltaRows, out: Tensor, end: Tensor, keep: bool) -> Chu
         states=v.new_empty((B, H, chunks, N, M) if keep else 0),
         values=torch.empty_like(v) if keep else v.new_empty(0),
     )
-    _condense[chunks, B * H](
-        *(k, v, log_decay, beta, runs, *parts[:4], *sizes),
+    _condense[B * H, chunks](
+        *(k, v, log_decay, beta, *parts[:4], *sizes),
         block=min(_BLOCK, N, M),
         keep=keep,
         precision="tf32" if torch.version.hip is None and v.element_size() == 2 else "ieee",
@@ -517,8 +522,8 @@ def _launch_states(rows: DeltaRows, out: Tensor, end: Tensor, keep: bool) -> Chu
         num_stages=_STAGES,
     )
     values = min(_VALUES, M)
-    _advance[M // values, B * H](
-        *(q, k, runs, first, *parts[:3], *parts[4:], out, end, *sizes),
+    _advance[B * H, M // values](
+        *(q, k, first, *parts[:3], *parts[4:], out, end, *sizes),
         block=values,
         keep=keep,
         num_warps=_WARPS,
