@@ -9,7 +9,7 @@ import torch
 from funrl import trees
 from funrl.compiled_kernels.float8 import FLOAT8, RowScaled
 from funrl.mesh.mesh import SINGLE
-from funrl.models import decoder_config, decoder_model, place
+from funrl.models import compile_layer, decoder_config, decoder_model, place
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.float8_weights import quantize_layers, quantized_bytes
@@ -181,6 +181,18 @@ def test_fused_passes_sample_the_tokens_of_others(seeds):
     assert q.values.untyped_storage().data_ptr() == k.values.untyped_storage().data_ptr()
     held = dict(fused.held_weights())
     assert all(torch.equal(held[name], x) for name, x in trees.named(weights(seeds[-1])))
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_takes_quantized_weights_and_those_of_control_rows():
+    model = decoder_model(CONFIG)
+    results = []
+    for layer in (None, compile_layer(model, "on", backend="aot_eager")):
+        engine = native_engine(model, options=NativeOptions(float8=True, control_every=2), layer=layer)
+        engine.load(engine.weights.named(weights()))
+        results.append((completions(engine), engine.control and engine.control.take()))
+    assert_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
 
 
 def test_the_form_of_weights_says_it():
