@@ -156,6 +156,7 @@ class TrainKeywords(SharedKeywords, total=False):
     profile: TextValue | None
     profile_ranks: TextValue
     report_to: TextValue | None
+    metrics_port: TextValue | None
     sample_every: WholeValue
     alpha: NumberValue
     baseline: NumberValue

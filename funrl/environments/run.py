@@ -14,6 +14,7 @@ from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_sc
 from funrl.environments.environment import Environment, ScoringEnvironment
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
+from funrl.processes import spans
 from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
@@ -175,8 +176,9 @@ class EpisodeRunner:
     async def run_group(self, group: EpisodeGroup) -> list[tuple[int, Episode]]:
         """Run the episodes of a group, and score them together; `resident` is set."""
         pairs = list(enumerate(group.seeds, group.first))
-        episodes = await asyncio.gather(*(self._episode(group.example, number, seed) for number, seed in pairs))
-        episodes = await self._scored(episodes)
+        with spans.span("group", first=group.first):
+            episodes = await asyncio.gather(*(self._episode(group.example, number, seed) for number, seed in pairs))
+            episodes = await self._scored(episodes)
         return [(number, episode) for (number, _), episode in zip(pairs, episodes, strict=True)]
 
     async def _episode(self, example: Example, number: int, seed: int) -> Episode:
@@ -201,7 +203,8 @@ class EpisodeRunner:
         clock = EpisodeClock(self.limits.environment_s)
         policy = Policy(functools.partial(self._complete, number, clock), self.setup, seed, self.limits)
         try:
-            return await self._attempted(example, seed, policy, clock)
+            with spans.span("episode", number=number):
+                return await self._attempted(example, seed, policy, clock)
         finally:
             self._add_cost(number, EpisodeSpending(environment_s=clock.environment_s))
 

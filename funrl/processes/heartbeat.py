@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funrl.processes import spans
+
 TICK_S = 0.25
 ORDER_S = 4.0  # how long a failed rank waits for a decision about what is saved
 SAVE_S = 120.0  # how long it then waits for the save
@@ -196,6 +198,7 @@ def beats() -> int:
 
 def at_step(number: int) -> None:
     """Mark the start of a step; the first is 1."""
+    spans.set_span_step(number)
     if _own is not None:
         _own.facts["step"] = number
         _own.beat()
@@ -232,11 +235,8 @@ def phase(name: str) -> Iterator[None]:
         heart.facts["phase"] = name
         heart.beat()
         heart.link.publish(heart)
-    if _mark is None:
+    with spans.span(name), contextlib.nullcontext() if _mark is None else _mark(name):
         yield
-    else:
-        with _mark(name):
-            yield
     if heart is not None:
         heart.facts["phase"] = f"after {name}"
         heart.beat()

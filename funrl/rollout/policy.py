@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import NamedTuple
 
 from funrl.kinds import OwnedLines
+from funrl.processes import spans
 from funrl.rollout.episodes import (
     Chat,
     Endpoint,
@@ -247,7 +248,8 @@ class Policy:
           ValueError: the engine cannot take the request.
         """
         tokens = self._prefix(trajectory.leaf).tokens
-        completion = await self._completion(trajectory, tokens, sampling, seed)
+        with spans.span("turn", agent=trajectory.agent):
+            completion = await self._completion(trajectory, tokens, sampling, seed)
         chat = self.setup.chat
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})

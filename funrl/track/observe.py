@@ -18,6 +18,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.huggingface.peft_files import write_peft
 from funrl.models.lora import trained_part
+from funrl.processes import spans
 from funrl.track.progress import Progress
 from funrl.track.records.guards import Monitor
 from funrl.track.records.run_directory import (
@@ -29,7 +30,7 @@ from funrl.track.records.run_directory import (
     read_lines,
 )
 from funrl.track.records.samples import Sample, sample_line
-from funrl.track.records.services import open_service
+from funrl.track.records.services import open_service, prometheus
 from funrl.track.records.shown_pictures import shown_pictures
 from funrl.track.records.trackers import jsonl, tensorboard
 from funrl.trainer.jobs.job import Job
@@ -60,20 +61,25 @@ class RunObserver:
         self.job = job
         self.stack = contextlib.ExitStack()
         self.run = RunDirectory(Path(run_dir)) if run_dir and rank == 0 else None
+        self.own = rank, run_dir
         self.on_step = on_step if rank == 0 else None
         self.times_shown = 0
         self.monitor = Monitor()
 
     def __enter__(self) -> RunObserver:
-        """Open the files and the trackers, and begin to show progress."""
+        """Open the files and the trackers, and begin to show progress; every rank exports its own spans."""
+        outputs = self.job.settings.outputs
+        services = parts(outputs.report_to)
+        if "otel" in services:
+            self.stack.enter_context(spans.spans_exported(*self.own))
         if self.run is None:
             return self
         with _writing(self.run):
-            services = parts(self.job.settings.outputs.report_to)
             self.trackers = [
                 jsonl(self.run.metrics),
                 tensorboard(self.run.tensorboard),
                 *(open_service(name, self.run, self.note) for name in services),
+                *([] if outputs.metrics_port is None else [prometheus(outputs.metrics_port)]),
             ]
             self.sample_lines = open_lines(self.run.samples)
             self.table = open_lines(self.run.eval_samples)

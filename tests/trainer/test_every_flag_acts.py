@@ -59,7 +59,7 @@ EFFECTS = {  # what flags change besides "numbers", which are metrics, completio
     # what is printed
     "output": (
         "resume overwrite window clock dry_run prompt_tokens text_tokens assume_pictures assume_turns "
-        "assume_turn_tokens assume_tool_seconds lengths json hardware"
+        "assume_turn_tokens assume_tool_seconds lengths json hardware metrics_port"
     ),
     # time or memory, but no result
     "work": (

@@ -95,6 +95,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "compile": "trainer/test_compile_phase.py::"
     "test_a_run_compiles_before_the_first_step_and_a_resumed_run_compiles_nothing_anew",
     "report_to": "track/test_services.py::test_a_run_gives_its_metrics_to_the_trackers_of_its_flag",
+    "metrics_port": "track/test_spans.py::test_prometheus_reads_the_newest_metrics_of_a_run",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "model_code": "trainer/test_module_runs.py::test_what_it_cannot_do_is_refused_before_the_run",

@@ -21,6 +21,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, read_value, remove_value, run_store, write_value
 from funrl.mesh.reshard import reshard
+from funrl.processes import spans
 from funrl.processes.heartbeat import beat, beside_the_program, entered, left
 
 TRANSFERS_KEY = "funrl/transfers"
@@ -141,7 +142,7 @@ class WeightSender:
     def _send(self, models: Mapping[str, SentWeights], stream: torch.cuda.Stream | None) -> None:
         begin = time.perf_counter()
         try:
-            with beside_the_program(), _on_stream(stream):
+            with beside_the_program(), _on_stream(stream), spans.span("send_weights"):
                 self._exchange(models)
         except BaseException as error:  # raised where the program waits
             self._problem = error
@@ -225,7 +226,8 @@ class WeightReceiver:
         try:
             with beside_the_program(), _on_stream(stream):
                 while self._await_next():
-                    self._receive_next()
+                    with spans.span("receive_weights"):
+                        self._receive_next()
         except BaseException as error:  # raised where the program looks for weights
             self._problem = error
 

@@ -1,4 +1,4 @@
-"""Trackers of other packages: wandb and mlflow, each imported where it is used.
+"""Trackers of other packages: wandb, mlflow and OpenTelemetry, each imported where it is used; and Prometheus.
 
 A service's own environment variables give its address, its project, and whether it is used at all
 (WANDB_MODE=offline). The identity that a service gives a run is kept in trackers.json of the run
@@ -11,8 +11,10 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 
+from funrl.processes.spans import SERVICE, resource_of
 from funrl.track.records.run_directory import RunDirectory, write_text
 from funrl.track.records.trackers import StepMetrics, Tracker
 
@@ -88,8 +90,59 @@ def _mlflow(run: RunDirectory, flags: Mapping[str, object], identity: str | None
     return Tracker(lambda step, metrics: mlflow.log_metrics(metrics, step=step), mlflow.end_run), active.info.run_id
 
 
+def _otel(run: RunDirectory, flags: Mapping[str, object], identity: str | None) -> tuple[Tracker, str]:
+    """Gauges by OTLP over HTTP every OTEL_METRIC_EXPORT_INTERVAL milliseconds, with the step as one of them."""
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+    provider = MeterProvider([reader], resource_of(0, str(run.path)))
+    meter = provider.get_meter(SERVICE)
+
+    def write(step: int, metrics: StepMetrics) -> None:
+        for name, value in {"step": step, **metrics}.items():
+            meter.create_gauge(f"funrl.{name.replace('/', '.')}").set(value)
+
+    return Tracker(write, provider.shutdown), identity or ""
+
+
+def prometheus(address: str) -> Tracker:
+    """Serve the newest metrics as Prometheus reads them, at http://HOST:PORT/metrics.
+
+    Args:
+      address: PORT on 127.0.0.1, or HOST:PORT.
+
+    Raises:
+      TrackerError: nothing can be served there.
+    """
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    host, _, port = address.rpartition(":")
+    registry = CollectorRegistry()
+    gauges: dict[str, Gauge] = {}
+    try:
+        server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
+    except (OSError, OverflowError) as error:
+        raise TrackerError(f"--metrics_port={address}: {error}; give a free port of this machine") from error
+
+    def write(step: int, metrics: StepMetrics) -> None:
+        for name, value in {"step": step, **metrics}.items():
+            key = "funrl_" + re.sub(r"\W", "_", name)
+            if key not in gauges:
+                gauges[key] = Gauge(key, f"{name} of the newest step", registry=registry)
+            gauges[key].set(value)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return Tracker(write, close)
+
+
 def _name(run: RunDirectory) -> str:
     return run.path.resolve().name
 
 
-SERVICES = {"wandb": _wandb, "mlflow": _mlflow}
+SERVICES = {"wandb": _wandb, "mlflow": _mlflow, "otel": _otel}

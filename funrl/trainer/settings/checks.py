@@ -19,7 +19,7 @@ from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.rollout.engine_abilities import engines_that
 from funrl.tasks.embedded import TASK_NAMES, has_tokenizer_of
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
-from funrl.trainer.settings.records import save_interval
+from funrl.trainer.settings.records import TRACKERS, save_interval
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
     NOTHING_GIVEN,
@@ -317,7 +317,7 @@ def _check_ray(s: Settings) -> None:
     for name, (given, problem) in problems.items():
         if given:
             raise s.refusal(f"{{{name}}} with {{place}}: {problem}; leave it out, or give generator ranks: generate:2")
-    if not s.estimate.dry_run and importlib.util.find_spec("ray") is None:
+    if not s.estimate.dry_run and not is_installed("ray"):
         raise s.refusal("{place}: ray is not installed; pip install 'funrl[ray]'")
 
 
@@ -350,12 +350,23 @@ def check_adapter_flags(s: Settings) -> None:
         raise s.refusal("{optimizer} with {lora_rank}: Muon takes matrices, no low-rank factors; use --optimizer=adamw")
 
 
+def is_installed(module: str) -> bool:
+    """True if a module can be imported, by its name with those of its parents."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
+
+
 def check_outputs(s: Settings) -> None:
     """Refuse trackers that are not installed, and steps and ranks that the run does not have. Raises: SettingsError."""
     world = devices(mesh_sizes(s))
     for name in () if s.estimate.dry_run else parts(s.outputs.report_to):
-        if importlib.util.find_spec(name) is None:
-            raise s.refusal("{report_to}: {name} is not installed; pip install {name}", name=name)
+        if not is_installed(TRACKERS[name]):
+            package = TRACKERS[name].replace(".", "-")
+            raise s.refusal("{report_to}: {name} is not installed; pip install {package}", name=name, package=package)
+    if s.outputs.metrics_port is not None and not is_installed("prometheus_client"):
+        raise s.refusal("{metrics_port}: prometheus_client is not installed; pip install prometheus-client")
     window = s.outputs.window
     if window is not None and window.last > s.run.steps:
         raise s.refusal(f"{{profile}}: the trace would end with step {window.last}, but {{steps}}; give steps of it")

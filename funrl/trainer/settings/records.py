@@ -791,7 +791,12 @@ class UpdateSettings:
     )
 
 
-TRACKERS = ("wandb", "mlflow")
+TRACKERS = {  # with the modules that they import, whose packages have their names
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "otel": "opentelemetry.exporter.otlp.proto.http",
+}
+METRICS_PORT = r"(?:(?P<host>[\w.\[\]:-]+):)?(?P<port>\d{1,5})"  # [HOST:]PORT
 
 PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 
@@ -851,6 +856,11 @@ class OutputSettings:
         None,
         "further trackers",
         some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
+    )
+    metrics_port: str | None = flag(
+        None,
+        "PORT or HOST:PORT, on 127.0.0.1 without HOST: serve the newest metrics to Prometheus there, at /metrics",
+        Bound("a port, such as 9100, or 0.0.0.0:9100", lambda x: re.fullmatch(METRICS_PORT, x) is not None),
     )
     sample_every: int = flag(10, "steps between samples", at_least(1), needs=("policy",))
 

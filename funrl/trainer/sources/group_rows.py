@@ -13,6 +13,7 @@ from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner, episode_groups, run_of_replica
 from funrl.kinds import joined_lines
 from funrl.mesh.collectives import from_first
+from funrl.processes import spans
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
@@ -223,7 +224,8 @@ async def write_group(
         pending = pending_rewards(generation.engine, [example], len(seeds))
         ended = None if pending is None else pending.add
         begin = time.perf_counter()
-        completions = await resident.ask_all(group_requests(group, sampling), ended)
+        with spans.span("group"):
+            completions = await resident.ask_all(group_requests(group, sampling), ended)
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
         run = CompletionRun(completions, pending, begin)

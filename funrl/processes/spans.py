@@ -1,0 +1,76 @@
+"""Spans of OpenTelemetry: phases, transfers of weights, groups, episodes and their turns. None before `spans_exported`.
+
+Each rank exports its own, with its number as an attribute of the resource. The exporter's variables, such as
+OTEL_EXPORTER_OTLP_ENDPOINT, say where they go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+SERVICE = "funrl"  # name of the service, where OTEL_SERVICE_NAME gives no other
+NO_SPAN = contextlib.nullcontext()
+_tracer: Any = None
+_step = 0
+
+
+def span(name: str, **attributes: str | int) -> contextlib.AbstractContextManager[Any]:
+    """A context that is exported as a span, inside of the one that is open in this task or thread.
+
+    Args:
+      attributes: exported as "funrl.NAME", beside the step.
+    """
+    if _tracer is None:
+        return NO_SPAN
+    named = {f"funrl.{key}": value for key, value in attributes.items()}
+    return _tracer.start_as_current_span(name, attributes=named | {"funrl.step": _step})
+
+
+def set_span_step(number: int) -> None:
+    """Give spans from now on the number of a step."""
+    global _step
+    _step = number
+
+
+def resource_of(rank: int, run: str | None) -> Any:
+    """The resource whose spans and metrics a rank exports.
+
+    Args:
+      run: directory of the run.
+    """
+    from opentelemetry.sdk.resources import Resource
+
+    name = os.environ.get("OTEL_SERVICE_NAME", SERVICE)
+    return Resource.create({"service.name": name, "funrl.rank": rank, "funrl.run": run or ""})
+
+
+@contextlib.contextmanager
+def spans_exported(rank: int, run: str | None, exporter: Any = None) -> Iterator[None]:
+    """Export the spans of this process inside the context; its end waits for those that are left.
+
+    Args:
+      rank, run: as of `resource_of`.
+      exporter: of OpenTelemetry; None: by OTLP over HTTP.
+
+    Raises:
+      ImportError: its packages are not installed.
+    """
+    global _tracer
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    if exporter is None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        exporter = OTLPSpanExporter()
+    provider = TracerProvider(resource=resource_of(rank, run))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    _tracer = provider.get_tracer(SERVICE)
+    try:
+        yield
+    finally:
+        _tracer = None
+        provider.shutdown()
