@@ -144,6 +144,7 @@ class StaticDecode:
           plan: of the scheduler, which has recorded it.
           spare: unused part of the cache, whose page padding writes to.
         """
+        self._backend.stack_weights()  # before eager passes too, so that all compile for the same weights
         groups = self.sampling_groups(plan.sampling_slots) if plan.plain and self._backend.mixes else None
         count = len(plan.work.tokens_N)
         if not groups or count > MIXED_TOKENS[-1]:  # a pass that samples nothing has a part of a long prompt alone
@@ -154,7 +155,6 @@ class StaticDecode:
         state = self._updated(slots, spare)
         rows = max(len(plan.slots), len(plan.sampling_slots))
         tokens = next(tokens for tokens in MIXED_TOKENS if tokens >= count)
-        self._backend.stack_weights()
         form = self._form(slots, rows, groups, tokens=tokens)
         inputs = self._mixed_inputs(plan, form, spare)
         compute = functools.partial(mixed_pass, self._backend, state, inputs, form)
