@@ -32,7 +32,7 @@ from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
 FORK = multiprocessing.get_context("fork")
-JOB_S = 120.0
+JOB_S = 240.0
 
 
 class Marking(Quiet):

@@ -1,12 +1,13 @@
-"""Trainer-side client of generators on Ray: their groups become batches, and each trainer rank gets its rows.
+"""Generators on Ray: their actors, and the trainer-side client that makes batches of their groups.
 
-    actors -- facts --> first rank: link, ledger, batch     (kilobytes a group)
-    actors -- rows  --> object store of its node            (once a row: it outlives the actor and its node)
-                        object store --> rank that trains a row, which takes the samples that it needs
+    actor -- facts and rows of a group, one object --> store of the first rank's node
+    first rank -- rows of each rank, one object ------> store of the first rank's node --> ranks that train them
 
-A batch of 16,384 rows of 33,000 tokens has 16 bytes a token, 8.6 GB: that many cross to the first rank's node while the
-trainer updates, and all but the rows of that node cross once more, to each node its own. The first rank maps these
-objects and never unpickles rows of others. Its node needs a store of (S + 1) batches; Ray keeps on disk what is more.
+The first rank's link takes a group once it is in the store of its node, where it outlives the actor and its node. The
+rank maps the object, reads facts alone, and copies the bytes of rows where the batch is whole: each on its own and
+without padding. A batch of 16,384 rows of 33,000 tokens has 16 bytes a token, 8.6 GB: that many cross to the first
+rank's node while the trainer updates, and all but the rows of that node cross once more, to each node its own. Its node
+needs a store of (S + 2) batches; Ray keeps on disk what is more.
 """
 
 from __future__ import annotations
