@@ -143,7 +143,8 @@ def update_by_kernel(columns: Sequence[list], updates: Sequence[Tensor] | None, 
     params = tensors[3]
     room = {i: copy for i, x in enumerate(params) if updates is None and (copy := copy_to_write(x)) is not None}
     tensors += [params if updates is None else updates, list(room.values())]
-    _adamw_leaves(*tensors, list(room), decays, facts_4, *step.betas, step.eps, updates is None)
+    scalars = (list(room), decays, facts_4, *step.betas, step.eps)
+    _adamw_leaves(*tensors, *scalars, updates is None)
     if updates is None:
         torch.autograd.graph.increment_version(params)
         mark_written([params[i] for i in room], room.values())
