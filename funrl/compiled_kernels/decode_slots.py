@@ -8,6 +8,7 @@ from torch import Tensor
 
 # Rows of `SlotState.numbers_CS`. Stop tokens follow, padded with -1.
 LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, ADAPTER, CELL, STOP = range(9)
+SMALLEST_SCALE = 2.0**-126  # scale of a row that is rounded to 8 bits: the smallest normal float32
 SPLIT_TILE = 64  # outputs of a program of a split product
 VOCAB_BLOCK = 256  # tokens of a block, whose weights are summed before the token is searched within it
 

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.decode_slots import SMALLEST_SCALE
 from funrl.compiled_kernels.gpu_kernels.trials import largest_error, trial_problem
 from funrl.compiled_kernels.linear import linear
 
 FLOAT8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of rows and columns of a weight, which the GPU's products need
 _GPU_FORMATS = (FLOAT8, torch.float8_e4m3fnuz)
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class RowScaled(NamedTuple):

@@ -22,9 +22,8 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-not-found]
 
-from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SPLIT_TILE, PassForm, SlotState
+from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SMALLEST_SCALE, SPLIT_TILE, PassForm, SlotState
 from funrl.compiled_kernels.exact.dispatch import aligned_on
-from funrl.compiled_kernels.float8 import SMALLEST_SCALE
 
 _LEAST_ROWS = 16  # columns of a product of matrices at least
 _BLOCK = 128  # terms of a sum at a time
