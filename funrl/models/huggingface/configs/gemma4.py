@@ -78,8 +78,7 @@ def _mixer(got: ConfigFields, layer: int, lenders: Sequence[int | None]) -> Lend
     kind = got["layer_types"][layer]
     full = kind == FULL
     sizes = {name: got[name] for name in _OVERRIDES}
-    overrides = {int(number): fields for number, fields in got["per_layer_config"].items()}
-    for name, value in overrides.get(layer, {}).items():
+    for name, value in _overrides(got, layer).items():
         if name not in _OVERRIDES:
             raise ModelError(f"per_layer_config has {name}={value!r} for layer {layer}, it may have {_OVERRIDES}")
         sizes[name] = value
@@ -107,6 +106,17 @@ def _mixer(got: ConfigFields, layer: int, lenders: Sequence[int | None]) -> Lend
         lends=layer in lenders,
         borrows=lenders[layer] is not None,
     )
+
+
+def _overrides(got: ConfigFields, layer: int) -> ConfigFields:
+    """Fields of the attention of a layer that differ from the model's; transformers 5.13 gives those of full layers."""
+    if "per_layer_config" in got:
+        return {int(number): fields for number, fields in got["per_layer_config"].items()}.get(layer, {})
+    if got["layer_types"][layer] != FULL:
+        return {}
+    kv_heads = got["num_global_key_value_heads"] if got["attention_k_eq_v"] else None
+    wide = {"head_dim": got["global_head_dim"] or got["head_dim"]}
+    return wide if kv_heads is None else {**wide, "num_key_value_heads": kv_heads}
 
 
 def _rope(rotary: ConfigFields, kind: str, head: int) -> Rope:
