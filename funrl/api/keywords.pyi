@@ -61,6 +61,7 @@ class SharedKeywords(TypedDict, total=False):
     kv_cache_gb: NumberValue | None
     decode_rows: WholeValue
     speculate: WholeValue
+    rollout_dtype: TextValue
     state_snapshot_tokens: WholeValue
     queue: TextValue
     max_new_tokens: WholeValue | None
@@ -111,6 +112,7 @@ class TrainKeywords(SharedKeywords, total=False):
     stalled_after: WholeValue
     verify_sync: TruthValue
     on_gap: TextValue
+    numerics: TextValue
     probe_sync_every: WholeValue
     samples_per_prompt: WholeValue
     new_tokens_per_step: WholeValue | None

@@ -10,7 +10,7 @@ from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least, at_mos
 from funrl.trainer.settings.scorers import EPISODE_FLAGS
 from funrl.trainer.settings.settings import settings_flags
 
-OF_TRAINING = ("process_reward", "verify_sync", "on_gap", "probe_sync_every")
+OF_TRAINING = ("process_reward", "verify_sync", "on_gap", "numerics", "probe_sync_every")
 
 
 def of_groups(*groups: str) -> tuple[str, ...]:

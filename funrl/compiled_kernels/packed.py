@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.arguments import FIXED_PARTS, check_parts, check_tensor, kernel_bits, real_of
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import is_aligned
 from funrl.compiled_kernels.kernel_library import library
 
 _LARGE = 1 << 22  # bytes of a packed weight that wants huge pages
@@ -227,6 +229,8 @@ def sequence_attention(
     Returns: [T, H, N], 0 at padding; the logarithm of the normaliser of each query, [H, T] float32 or wider.
     """
     q, k, v = (x.detach().contiguous() for x in (q_THN, k_TKN, v_TKN))
+    if is_aligned(q):
+        return aligned_kernels().launch_attention((q, k, v), offsets, None, options, len(q))
     out = torch.zeros_like(q)
     lse = q.new_zeros(q.shape[1], q.shape[0], dtype=real_of(q.dtype))
     _attention((q, k, v), (out, lse), offsets, options, None, threads)

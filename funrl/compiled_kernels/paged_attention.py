@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import add_sinks, attention, attention_reference
-from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_aligned
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.flash_kernel import faster_attention
 from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention
@@ -145,9 +146,9 @@ def paged_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own sequence.
 
-    On CUDA and ROCm 16-bit tensors go to the kernel that `kernel_for` finds; on a CPU they go to the decoding step's
-    function, so that they have the bits of `varlen_attention`; everything else is gathered group by group. Without a
-    gradient.
+    Tensors that `computes_exactly` takes, as on a CPU, go to a function that gives them the bits of `varlen_attention`;
+    16-bit tensors on CUDA and ROCm to the kernel that `kernel_for` finds; everything else is gathered group by group.
+    Without a gradient.
 
     Args:
       q_NHD, k_NKD, v_NKD: of the new tokens; K divides H, query head h uses key-value head h // (H / K).
@@ -242,14 +243,20 @@ def _paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     _write(k, v, (keys, values), places)
+    if computes_exactly(q, keys, values):
+        options = AttentionOptions(window, scale, cap)
+        if is_aligned(q):
+            inputs = q, keys, values
+            out, lse = aligned_kernels().launch_attention(
+                inputs, offsets, (table, ends), options, int(groups[:, 3].max())
+            )
+        else:
+            out, lse = page_attention(q, PagedKeys(keys, values, table, ends), offsets, options)
+        return out if sinks is None else add_sinks(out, lse.T, sinks)[0]
     kernel = kernel_for(q.device.type, q.dtype, q.shape[-1], keys.shape[1], plain=not cap and sinks is None)
     if kernel is not None:
         extras = {"cap": cap, "sinks": sinks} if cap or sinks is not None else {}
         return kernel(q, keys, values, table, offsets, ends, groups, window, scale, **extras)
-    if computes_exactly(q, keys, values):
-        paged = PagedKeys(keys, values, table, ends)
-        out, lse = page_attention(q, paged, offsets, AttentionOptions(window, scale, cap))
-        return out if sinks is None else add_sinks(out, lse.T, sinks)[0]
     out = torch.empty_like(q)
     page = keys.shape[1]
     for first, low, rows, count, pages in groups.tolist():

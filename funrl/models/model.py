@@ -337,6 +337,7 @@ class Abilities(NamedTuple):
       paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.
       exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
         on a CPU; else the reason why it has not.
+      aligned: reason why the kernels of a fixed order on a GPU do not compute it; None: they do.
       unsampled: ids of tokens that are never sampled: they have the probability 0.
       layer_kinds: for each layer the number of its kind; layers of one kind differ in nothing but their weights. ():
         unknown.
@@ -353,6 +354,7 @@ class Abilities(NamedTuple):
     logit_cap: float | None = None
     paged_kernel: PagedHeads | None = None
     exact_sums: tuple[int, ...] | str = "it has another architecture"
+    aligned: str | None = "it has another architecture"
     unsampled: tuple[int, ...] = ()
     layer_kinds: tuple[int, ...] = ()
     constant: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """The gap between engine and trainer: where it is 0 by construction, and what a run does if it is not.
 
-On a CPU both compute with the functions of the decoding step, so that the log-probability of a token has the same bits.
+Where `sums_problem` finds none, both compute with functions of a fixed order, so that the log-probability of a token
+has the same bits.
 """
 
 from __future__ import annotations
@@ -11,12 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from funrl.compiled_kernels.arguments import BITS, FIXED_PARTS
-from funrl.compiled_kernels.exact.dispatch import kernels_work
-from funrl.compiled_kernels.packed import parts_of
 from funrl.mesh.collectives import gather_objects
-from funrl.models.decoder.sequence_parallel import is_ring
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.numerics import sums_problem
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
@@ -30,7 +28,7 @@ class GapError(RuntimeError):
 
 def gap_check(job: Job, parts: Parts, note: Callable[[str], None]) -> GapCheck | None:
     """The check of a run's steps; None: engine and trainer may differ by rounding."""
-    if not isinstance(parts, GeneratingParts):
+    if not isinstance(parts, GeneratingParts) or not isinstance(job, RLJob):
         return None
     if problem := gap_problem(job, parts):
         _log.info("engine and trainer may differ by rounding: %s", problem)
@@ -38,50 +36,15 @@ def gap_check(job: Job, parts: Parts, note: Callable[[str], None]) -> GapCheck |
     return GapCheck(job.settings.engines.on_gap == "stop", note)
 
 
-def gap_problem(job: Job, parts: GeneratingParts) -> str | None:
+def gap_problem(job: RLJob, parts: GeneratingParts) -> str | None:
     """The reason why engine and trainer may differ by rounding; None: their log-probabilities have the same bits.
 
     Args:
       job: one that generates.
       parts: of the run.
     """
-    settings = job.settings
     policy = parts.roles[job.main_role].placed
-    sums = policy.model.abilities.exact_sums
-    sizes = policy.mesh.sizes
-    if policy.mesh.device.type != "cpu":
-        return f"the kernels of {policy.mesh.device.type} sum in orders that depend on the batch"
-    if settings.models.backend != "torch":
-        return f"--backend={settings.models.backend} sums in orders of its own"
-    if not kernels_work():
-        return "there are no C++ kernels here"
-    if not settings.engines.abilities.own_steps:
-        return f"--engine={settings.engines.engine} has kernels of its own"
-    if job.dtype not in BITS:
-        return f"there are no C++ kernels for {job.dtype}"
-    if isinstance(sums, str):
-        return sums
-    if job.lora is not None and job.agents.policies:
-        return "the engines of second policies merge adapters, which the trainer adds"
-    if is_ring(settings.devices.sequence_parallel, -(-policy.model.abilities.heads // sizes["tensor"]), sizes):
-        return "ring attention adds up keys by ranks"
-    splits = {policy.mesh.size("tensor"), parts.generator.mesh.size("tensor")}
-    heads = policy.model.abilities.heads
-    if len(splits) > 1 and any(heads % ranks for ranks in splits):
-        return f"{' and '.join(map(str, sorted(splits)))} tensor ranks do not all divide {heads} heads"
-    return split_problem(sums, splits)
-
-
-def split_problem(sums: tuple[int, ...], splits: set[int]) -> str | None:
-    """The reason why some numbers of tensor ranks share sums of these sizes in ways that differ."""
-    for size in sums:
-        for ranks in splits:
-            if parts_of(size) % ranks:
-                return (
-                    f"a sum over {size} terms has {parts_of(size)} of {FIXED_PARTS} equal parts, which {ranks} tensor "
-                    "ranks cannot share"
-                )
-    return None
+    return sums_problem(job, policy.model, policy.mesh, parts.generator.mesh)
 
 
 class GapCheck(NamedTuple):

@@ -25,7 +25,7 @@ from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Completion, requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.gap import split_problem
+from funrl.trainer.jobs.numerics import split_problem
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 # Sizes and switches of the models that are drawn. Another kind of model joins by a row here, once `exact_sums` of its

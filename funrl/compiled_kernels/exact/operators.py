@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.arguments import check_tensor, kernel_bits, real_of
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import is_aligned
 from funrl.compiled_kernels.exact.packs import packed_weight
 from funrl.compiled_kernels.exact.registration import kernel_operator
 from funrl.compiled_kernels.kernel_library import library
@@ -31,6 +33,8 @@ def _product_meta(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wi
 @kernel_operator("exact_linear(Tensor x, Tensor weight, Tensor? bias, int parts, bool wide) -> Tensor", _product_meta)
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wide: bool) -> Tensor:
     """x weight^T + bias of x [M, K] and weight [N, K]; see `packed_linear`."""
+    if is_aligned(x):  # a weight's shape says in how many parts its sums are taken
+        return aligned_kernels().launch_product(x, weight, bias, wide)
     return packed_linear(x, packed_weight(weight, parts), None, bias, wide)
 
 
@@ -52,11 +56,12 @@ def exact_low_rank(
       factors: a [R, K] and b [N, R].
     """
     a, b = factors
-    kernel_bits("x", x, 2)
-    kernel_bits("weight", weight, 2)
-    kernel_bits("the first factor", a, 2)
-    check_tensor("the first factor", a, x.dtype, (len(a), x.shape[1]))
-    check_tensor("the second factor", b, x.dtype, (len(weight), len(a)))
+    if not is_aligned(x):
+        kernel_bits("x", x, 2)
+        kernel_bits("weight", weight, 2)
+        kernel_bits("the first factor", a, 2)
+        check_tensor("the first factor", a, x.dtype, (len(a), x.shape[1]))
+        check_tensor("the second factor", b, x.dtype, (len(weight), len(a)))
     out = exact_linear(x, weight, bias, parts, False)
     inner = exact_linear(x, a, None, parts, False).mul_(scale)
     return out.add_(exact_linear(inner, b, None, 1, False)), inner
@@ -65,6 +70,8 @@ def exact_low_rank(
 @kernel_operator("exact_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", _like)
 def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`rms_norm` of rows."""
+    if is_aligned(x):
+        return aligned_kernels().launch_norm(x, weight, eps, offset)
     bits = kernel_bits("x", x, least=1)
     D = x.shape[-1]
     check_tensor("weight", weight, x.dtype, (D,))
@@ -83,6 +90,8 @@ def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 )
 def exact_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Gradients of `exact_norm` by x and weight."""
+    if is_aligned(x):
+        return aligned_kernels().launch_norm_backward(grad, x, weight, eps, offset)
     bits = kernel_bits("x", x, least=1)
     D = x.shape[-1]
     check_tensor("grad", grad, x.dtype, x.shape)
@@ -101,6 +110,8 @@ def exact_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, off
 @kernel_operator("exact_rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", _like)
 def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """`rotate` of heads [..., H, N]; with sign -1 back."""
+    if is_aligned(x):
+        return aligned_kernels().launch_rotate(x, cos, sin, sign)
     bits = kernel_bits("x", x, least=2)
     H, N = x.shape[-2:]
     M = x.numel() // max(H * N, 1)
@@ -128,6 +139,8 @@ def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 @kernel_operator("exact_gate(Tensor gate, Tensor up, int activation) -> Tensor", _like)
 def exact_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """`gated`."""
+    if is_aligned(gate):
+        return aligned_kernels().launch_gated(gate, up, activation)
     bits = _gate_bits(gate, up, activation)
     gate = gate.contiguous()
     up = up.contiguous()
@@ -143,6 +156,8 @@ def exact_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 )
 def exact_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     """Gradients of `exact_gate` by gate and up."""
+    if is_aligned(gate):
+        return aligned_kernels().launch_gated_backward(grad, gate, up, activation)
     bits = _gate_bits(gate, up, activation)
     check_tensor("grad", grad, gate.dtype, gate.shape)
     grad = grad.contiguous()

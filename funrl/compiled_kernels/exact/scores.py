@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.arguments import check_parts, check_tensor, kernel_bits
+from funrl.compiled_kernels.exact.aligned import aligned_kernels
+from funrl.compiled_kernels.exact.dispatch import is_aligned
 from funrl.compiled_kernels.kernel_library import library
 from funrl.compiled_kernels.packed import parts_of
 
@@ -25,7 +27,9 @@ class LogitMoments(NamedTuple):
 
 
 def largest_logits(logits_TV: Tensor) -> Tensor:
-    """The largest logit of each row, [T]; NaN does not count."""
+    """The largest logit of each row, [T]; NaN does not count on a CPU."""
+    if is_aligned(logits_TV):
+        return logits_TV.amax(1)
     bits = kernel_bits("logits_TV", logits_TV, 2, wide=True)
     logits_TV = logits_TV.contiguous()
     T, V = logits_TV.shape
@@ -51,6 +55,9 @@ def logit_moments(
       KernelError: another dtype or device of the logits.
       ValueError: an id is not a column, or the other arguments do not fit the logits.
     """
+    if is_aligned(logits_TV):
+        above_TN = logits_TV.gather(1, ids_TN).double() - top_T.double()[:, None]
+        return LogitMoments(above_TN, aligned_kernels().launch_logit_sums(logits_TV, top_T, temperature, more))
     bits = kernel_bits("logits_TV", logits_TV, 2, wide=True)
     T, V = logits_TV.shape
     N = ids_TN.shape[-1] if ids_TN.ndim else 0
@@ -76,6 +83,8 @@ def log_probabilities(above_TN: Tensor, sum_T: Tensor, temperature: float, dtype
       above_TN: of `LogitMoments`.
       sum_T: float64, of e^z over the whole vocabulary.
     """
+    if is_aligned(above_TN):
+        return (above_TN / temperature - sum_T.log()[:, None]).to(dtype)
     kernel_bits("above_TN", above_TN, 2)
     check_tensor("above_TN", above_TN, torch.float64, above_TN.shape)
     check_tensor("sum_T", sum_T, torch.float64, above_TN.shape[:1])

@@ -23,6 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-not-found]
 
 from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SPLIT_TILE, PassForm, SlotState
+from funrl.compiled_kernels.exact.dispatch import aligned_on
+from funrl.compiled_kernels.float8 import SMALLEST_SCALE
 
 _LEAST_ROWS = 16  # columns of a product of matrices at least
 _BLOCK = 128  # terms of a sum at a time
@@ -36,6 +38,11 @@ class NormScale(NamedTuple):
     eps: float
 
 
+def row_warps(size: int) -> int:
+    """Warps of a program that normalizes a row of this size, in every kernel that does: they add in one order."""
+    return 1 if size <= 256 else 4 if size <= 1024 else 8
+
+
 @functools.cache
 def overlaps() -> bool:
     """True if this machine's GPU can launch a kernel before the one before it has ended."""
@@ -45,9 +52,11 @@ def overlaps() -> bool:
 def launch_kernel(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], warps: int = 4
 ) -> None:
-    """Launch a kernel whose last constant is `pdl`."""
+    """Launch a kernel whose last constant is `pdl`; where bits are to be the trainer's, without contracted products."""
     pdl = overlaps()
     options = {"launch_pdl": True} if pdl else {}
+    if aligned_on("cuda"):
+        options["enable_fp_fusion"] = False
     kernel[grid](*args, **constants, pdl=pdl, num_warps=warps, **options)
 
 
@@ -170,28 +179,29 @@ def _begin(
 def _head(
     x_ptr,
     bias_ptr,
-    norm_ptr,
     column,
     inside,
     b,
     i,
     heads,
     stride,
-    eps,
     head: tl.constexpr,
     parts: tl.constexpr,
     biased: tl.constexpr,
-    normed: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Numbers of one head of a product in the order of `column`, float32, rounded as operators of `dtype` round."""
     x = _summed(x_ptr, (b * heads + i) * head + column, stride, inside, parts).to(dtype).to(tl.float32)
     if biased:
         x = (x + tl.load(bias_ptr + i * head + column, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-    if normed:
-        unit = (x / tl.sqrt(tl.sum(x * x) / head + eps)).to(dtype).to(tl.float32)
-        x = (unit * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
     return x
+
+
+@triton.jit
+def _normed(x, root, norm_ptr, column, inside, dtype: tl.constexpr):
+    """Numbers of a head over the root of its mean square, in the order of `column`."""
+    unit = (x / root).to(dtype).to(tl.float32)
+    return (unit * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -229,20 +239,18 @@ def _heads(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     place = tl.load(places_ptr + b)
     if i >= queries + keys:
-        value = _head(
-            x_ptr, bias_ptr, q_norm_ptr, column, inside, b, i, heads, stride, eps, head, parts, biased, False, dtype
-        )
+        value = _head(x_ptr, bias_ptr, column, inside, b, i, heads, stride, head, parts, biased, dtype)
         to = (place * keys + i - queries - keys) * head + column
         tl.store(values_ptr + to, value.to(dtype), mask=inside)
     else:
         norm_ptr = k_norm_ptr if i >= queries else q_norm_ptr
         other = (column + head // 2) % head
-        x = _head(
-            x_ptr, bias_ptr, norm_ptr, column, inside, b, i, heads, stride, eps, head, parts, biased, normed, dtype
-        )
-        y = _head(
-            x_ptr, bias_ptr, norm_ptr, other, inside, b, i, heads, stride, eps, head, parts, biased, normed, dtype
-        )
+        x = _head(x_ptr, bias_ptr, column, inside, b, i, heads, stride, head, parts, biased, dtype)
+        y = _head(x_ptr, bias_ptr, other, inside, b, i, heads, stride, head, parts, biased, dtype)
+        if normed:
+            root = tl.sqrt(tl.sum(x * x) / head + eps)
+            x = _normed(x, root, norm_ptr, column, inside, dtype)
+            y = _normed(y, root, norm_ptr, other, inside, dtype)
         cos = tl.load(cos_ptr + b * head + column, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + b * head + column, mask=inside, other=0.0).to(tl.float32)
         turned = (x * cos + y * sin).to(dtype)
@@ -304,6 +312,34 @@ def _split_product(
     tl.store(out_ptr + to, acc, mask=(first < outputs)[:, None] & (r < rows)[None, :])
 
 
+@triton.jit
+def _round_rows(
+    x_ptr, out_ptr, scale_ptr, largest, smallest, numbers: tl.constexpr, width: tl.constexpr, pdl: tl.constexpr
+):
+    """Numbers of one row in 8 bits, and their scale."""
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    b = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    inside = column < numbers
+    x = tl.load(x_ptr + b * numbers + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), largest), smallest)
+    tl.store(scale_ptr + b, scale)
+    tl.store(out_ptr + b * numbers + column, tl.div_rn(x, scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_round_rows(x_BK: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows in an 8-bit format, and the scale of each, [B] float32; as `float8.round_rows`."""
+    B, K = x_BK.shape
+    out_BK = torch.empty(B, K, dtype=form, device=x_BK.device)
+    scale_B = torch.empty(B, dtype=torch.float32, device=x_BK.device)
+    constants = {"numbers": K, "width": triton.next_power_of_2(K)}
+    bounds = torch.finfo(form).max, SMALLEST_SCALE
+    launch_kernel(_round_rows, (B,), (x_BK, out_BK, scale_B, *bounds), constants, warps=8 if K > 1024 else 4)
+    return out_BK, scale_B
+
+
 def launch_add_norm(x_BD: Tensor, branch: Tensor, bias_D: Tensor | None, norm: NormScale) -> Tensor:
     """Add a product to the residual stream in place; returns the normalized sum [B, D]."""
     B, D = x_BD.shape
@@ -311,7 +347,7 @@ def launch_add_norm(x_BD: Tensor, branch: Tensor, bias_D: Tensor | None, norm: N
     tensors = x_BD, branch, x_BD if bias_D is None else bias_D, norm.weight_D, out_BD
     constants = {"numbers": D, "width": triton.next_power_of_2(D), "parts": product_parts(branch)}
     constants |= {"biased": bias_D is not None}
-    launch_kernel(_add_norm, (B,), (*tensors, B * D, norm.eps), constants, warps=8 if D > 1024 else 4)
+    launch_kernel(_add_norm, (B,), (*tensors, B * D, norm.eps), constants, warps=row_warps(D))
     return out_BD
 
 
@@ -352,7 +388,7 @@ def launch_begin(
     scalars = state.numbers_CS.stride(0), state.table_SP.stride(0), form.spare, norm.eps, amplitude
     constants = {"length_row": LENGTH, "ended_row": ENDED, "page": form.page, "pages": form.pages, "numbers": D}
     constants |= {"width": triton.next_power_of_2(D), "head": 2 * half, "half": triton.next_power_of_2(half)}
-    launch_kernel(_begin, (B,), (*given, *scalars), constants, warps=8 if D > 1024 else 4)
+    launch_kernel(_begin, (B,), (*given, *scalars), constants, warps=row_warps(D))
     return out
 
 
@@ -382,7 +418,7 @@ def launch_heads(
     given = x, unused if bias_M is None else bias_M, *(norms or (unused, unused)), *rotation
     constants = {"queries": H, "keys": K, "head": N, "width": triton.next_power_of_2(N), "parts": product_parts(x)}
     constants |= {"biased": bias_M is not None, "normed": norms is not None}
-    launch_kernel(_heads, (B, H + 2 * K), (*given, q_BHN, *cache, B * M, eps), constants, warps=1)
+    launch_kernel(_heads, (B, H + 2 * K), (*given, q_BHN, *cache, B * M, eps), constants, warps=row_warps(N))
     return q_BHN
 
 

@@ -44,6 +44,23 @@ AS_COMPILED: dict[str, Any] = {
     "layer_scales": False,
 }
 
+# Switches that the GPU's kernels of a fixed order do not know; whatever else differs from layer to layer, they take.
+_UNALIGNED = (
+    "qk_norm_over",
+    "attention_sinks",
+    "residual_scale",
+    "experts",
+    "latent",
+    "output_gate",
+    "query_growth",
+    "mixers",
+    "lenders",
+    "mlps",
+    "layer_vectors",
+    "layer_scales",
+)
+_ALIGNED_HEAD = 256  # numbers of a head at most
+
 
 def step_sizes(config: Config) -> StepSizes | str:
     """The sizes that `decode_step.packed_decoder` takes, or the reason why it does not take this decoder."""
@@ -63,6 +80,16 @@ def step_sizes(config: Config) -> StepSizes | str:
         rope_scaling=config.rope.scaling,
         windows=tuple(config.attention.window(i) for i in range(config.layers)),
     )
+
+
+def aligned_problem(config: Config) -> str | None:
+    """The reason why kernels of a fixed order on a GPU do not compute this decoder; None: they do."""
+    fields = flat_fields(config)
+    for name in _UNALIGNED:
+        if fields[name] != AS_COMPILED[name]:
+            return f"kernels of a fixed order do not take {name}={fields[name]}"
+    head = config.attention.head
+    return None if head <= _ALIGNED_HEAD else f"kernels of a fixed order take heads of {_ALIGNED_HEAD}, not of {head}"
 
 
 def exact_sums(config: Config) -> tuple[int, ...] | str:

@@ -23,7 +23,7 @@ from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import own_shard, pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.attention import Attention
-from funrl.models.decoder.compiled_step import exact_sums, step_sizes
+from funrl.models.decoder.compiled_step import aligned_problem, exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
 from funrl.models.decoder.layers import CacheShapes, Context, DecoderLayer, KeysValues, LayerOutput, Norm
 from funrl.models.decoder.sequence_parallel import AXIS
@@ -67,6 +67,7 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
         logit_cap=config.scales.logit_cap,
         paged_kernel=heads.pop() if len(heads) == 1 else None,
         exact_sums=exact_sums(config),
+        aligned=aligned_problem(config),
         layer_kinds=_layer_kinds(config, layers),
         shares_prefixes=all(type(layer.mixer) is Attention and not layer.mlp.routed for layer in layers),
     )

@@ -61,6 +61,7 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
         abilities=model.abilities._replace(
             compiled_step="it sees pictures",
             exact_sums="it sees pictures",
+            aligned="it sees pictures",
             unsampled=tower.unsampled,
             splits_rows=model.abilities.splits_rows and not tower.layout.mutual,
         ),

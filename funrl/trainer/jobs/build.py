@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.exact.dispatch import align_gpu_kernels
 from funrl.compiled_kernels.flash_kernel import attention_by
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
@@ -41,7 +42,7 @@ from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
 from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
-from funrl.trainer.steps.roles import Role, RoleState, State, bases, writes_of
+from funrl.trainer.steps.roles import Role, RoleState, State, bases, keep_copies, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.sync import earlier_self
 
@@ -62,8 +63,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         their own.
     """
     settings = job.settings
+    aligned = settings.engines.numerics == "aligned"
+    align_gpu_kernels(aligned)
     if mesh.device.type == "cuda":
-        note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
+        attention = "kernels of a fixed order" if aligned else attention_by(job.dtype)
+        note(f"computing in {settings.models.dtype}; attention by {attention}")
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
     mode = settings.models.compile if computes_in_torch(settings) else "off"
@@ -274,6 +278,7 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
         for name, role in parts.roles.items()
         if role.optimizer is not None
     }
+    keep_copies(parts.roles, states)
     advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
     state = State(states, advantage, source)
     if not isinstance(parts, GeneratingParts):

@@ -41,6 +41,7 @@ from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_
 from funrl.trainer.jobs.engines import check_engine
 from funrl.trainer.jobs.job import Job, JobDevices, JobModels, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.models import agent_models, first_model, located, models_of, reads_policys, with_policies
+from funrl.trainer.jobs.numerics import check_numerics
 from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory, sizes_on_trainers
 from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
@@ -194,7 +195,9 @@ def checked_job(settings: Settings, algorithm: Algorithm, models: JobModels, dev
         check_cache(settings, task, tokens, models.model, mesh, rank_memory(devices.device, mesh.world))
     check_engine(settings, models.model, mesh, job.sampling, job.eval_sampling)
     others = agent_models(settings, job.agents, models.model, models.tokenizer)
-    return dataclasses.replace(job, judge=judge_of(settings, task, devices), agent_models=others)
+    job = dataclasses.replace(job, judge=judge_of(settings, task, devices), agent_models=others)
+    check_numerics(job, Mesh(devices.sizes, device=mesh.device), mesh)
+    return job
 
 
 def rl_job(settings: Settings, algorithm: Algorithm, models: JobModels, devices: JobDevices, task: Task) -> RLJob:
@@ -362,7 +365,8 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
     tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
     dtype = TORCH_DTYPES[settings.models.dtype]
     pages = -(-tokens // page_tokens(mesh.device.type))
-    page_bytes = bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on")
+    packed = settings.models.compile != "on" and not settings.engines.float8
+    page_bytes = bytes_of_page(model, mesh, dtype, packed=packed)
     needed = (pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
     if needed > settings.engines.kv_cache_gb:
         what = "completion" if task.environment is None else "episode"

@@ -624,6 +624,12 @@ class EngineSettings:
         at_least(0),
         needs=("own_steps",),
     )
+    rollout_dtype: str = flag(
+        "auto",
+        "dtype of generation's products: float8, if the loss corrects by the engine's log-probabilities; auto: --dtype",
+        one_of("auto", "float8"),
+        needs=("float8",),
+    )
     state_snapshot_tokens: int = flag(4096, "tokens between snapshots of recurrent states; 0: none", at_least(0))
     queue: str = flag(
         "tickets",
@@ -635,12 +641,24 @@ class EngineSettings:
     on_gap: str = flag(
         "say", "if engine and trainer differ where the same bits are promised: say so, or stop", one_of("say", "stop")
     )
+    numerics: str = flag(
+        "fast",
+        "kernels of engine and trainer on a GPU: fast; aligned, whose order of sums depends on no batch, so that both "
+        "give the same bits, or the run is refused. On a CPU all kernels are aligned",
+        one_of("fast", "aligned"),
+        needs=("own_steps",),
+    )
     probe_sync_every: int = flag(
         50,
         "steps between comparisons of the engine's log-probabilities of a fixed text with the trainer's, from the "
         "first sync on; 0: never",
         at_least(0),
     )
+
+    @property
+    def float8(self) -> bool:
+        """True if the engine multiplies in 8 bits."""
+        return self.rollout_dtype == "float8"
 
     @property
     def abilities(self) -> EngineAbilities:

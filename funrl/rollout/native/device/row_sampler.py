@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, LIMIT, PROMPT, SEED, STOP, SlotState
+from funrl.compiled_kernels.exact.dispatch import is_aligned
+from funrl.compiled_kernels.exact.scores import token_log_probabilities
 from funrl.compiled_kernels.fused_sampler import block_sums, sample_rows_
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run
 from funrl.rollout.sampling import sample_tokens, stream_noise
@@ -23,6 +25,7 @@ SamplingGroups = tuple[tuple[int, Sampling], ...]
 def samples_by_kernels(hidden_BD: Tensor, groups: SamplingGroups) -> bool:
     """True if kernels sample these groups from logits of hidden states, which are in float32."""
     plain = not any(sampling.truncated or sampling.repetition_penalty != 1 for _, sampling in groups)
+    plain = plain and (len(groups) == 1 or not is_aligned(hidden_BD))
     return hidden_BD.is_cuda and hidden_BD.dtype.itemsize <= 4 and plain and kernels_run(row_sampler_error)
 
 
@@ -59,7 +62,18 @@ def sample_next_tokens(
             group = number if len(groups) > 1 else -1
             inputs = own, state.tokens_S, state.numbers_CS, logits_RV
             sample_rows_(*inputs, *sums, *into, *options, group)
+            if is_aligned(logits_RV):  # the trainer's sums, in its order; there is one group
+                _score_tokens(logits_RV, sampling, *into)
     return token_B, logp_B, raw_logp_B
+
+
+def _score_tokens(logits_RV: Tensor, sampling: Sampling, token_R: Tensor, logp_R: Tensor, raw_logp_R: Tensor) -> None:
+    """Write the log-probabilities of sampled tokens as the trainer computes them."""
+    raw_logp_R.copy_(token_log_probabilities(logits_RV, token_R[:, None])[:, 0])
+    if sampling.greedy or sampling.temperature == 1:
+        logp_R.copy_(raw_logp_R)
+    else:
+        logp_R.copy_(token_log_probabilities(logits_RV, token_R[:, None], sampling.temperature)[:, 0])
 
 
 def row_sampler_error(device: str) -> float:
