@@ -87,26 +87,26 @@ def _adamw(
     size = tl.multiple_of(tl.load(row_ptr + 6), aligned)
     first = tl.load(row_ptr + 7)
     decay = tl.load(decays_ptr + leaf)
-    at = (tl.program_id(0) - first) * width + tl.arange(0, width)
-    inside = at < size
+    entry = (tl.program_id(0) - first) * width + tl.arange(0, width)
+    inside = entry < size
     c1 = tl.load(facts_ptr)
     c2 = tl.load(facts_ptr + 1)
     rate = tl.load(facts_ptr + 2)
     factor = tl.load(facts_ptr + 3)
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
-    mu = tl.load(mu_ptr + at, mask=inside, other=0.0).to(tl.float32) * b1 + grad * rest1
-    nu = tl.load(nu_ptr + at, mask=inside, other=0.0) * b2 + grad * grad * rest2
-    param = tl.load(param_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + entry, mask=inside, other=0.0).to(tl.float32) * factor
+    mu = tl.load(mu_ptr + entry, mask=inside, other=0.0).to(tl.float32) * b1 + grad * rest1
+    nu = tl.load(nu_ptr + entry, mask=inside, other=0.0) * b2 + grad * grad * rest2
+    param = tl.load(param_ptr + entry, mask=inside, other=0.0).to(tl.float32)
     update = -rate * ((mu / c1) / (tl.sqrt(nu / c2) + eps) + decay * param)
-    tl.store(mu_ptr + at, mu.to(mu_type), mask=inside)
-    tl.store(nu_ptr + at, nu, mask=inside)
+    tl.store(mu_ptr + entry, mu.to(mu_type), mask=inside)
+    tl.store(nu_ptr + entry, nu, mask=inside)
     if in_place:
         update += param
     target = update.to(target_type)
-    tl.store(target_ptr + at, target, mask=inside)
+    tl.store(target_ptr + entry, target, mask=inside)
     if copy_type is not None:
         copy_ptr = _pointer(row_ptr + 5, copy_type, aligned)
-        tl.store(copy_ptr + at, target.to(copy_type), mask=inside)
+        tl.store(copy_ptr + entry, target.to(copy_type), mask=inside)
 
 
 @triton.jit

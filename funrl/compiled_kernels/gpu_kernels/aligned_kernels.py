@@ -190,19 +190,22 @@ def _attend_part(
     total = tl.zeros([rows], tl.float32)
     acc = tl.zeros([rows, width], tl.float32)
     for begin in range(first, stop, block):
-        at = begin + tl.arange(0, block)
+        position = begin + tl.arange(0, block)
         if page > 0:
-            token = tl.load(table_ptr + at // page, mask=at < stop, other=0).to(tl.int64) * page + at % page
+            token = (
+                tl.load(table_ptr + position // page, mask=position < stop, other=0).to(tl.int64) * page
+                + position % page
+            )
         else:
-            token = at  # of those behind the pointers
+            token = position  # of those behind the pointers
         here = token[:, None] * (kv_heads * size) + column[None, :]
-        inside = (at < stop)[:, None] & (column < size)[None, :]
+        inside = (position < stop)[:, None] & (column < size)[None, :]
         k = tl.load(k_ptr + here, mask=inside, other=0.0)
         v = tl.load(v_ptr + here, mask=inside, other=0.0)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if capped:  # tanh z is 1 - 2 / (e^2z + 1)
             x = cap * (1.0 - 2.0 / (tl.exp(2.0 * (x / cap)) + 1.0))
-        seen = (at[None, :] >= seen_from[:, None]) & (at[None, :] <= seen_to[:, None])
+        seen = (position[None, :] >= seen_from[:, None]) & (position[None, :] <= seen_to[:, None])
         x = tl.where(seen, x * _LOG2E, _LOWEST)
         higher = tl.maximum(top, tl.max(x, 1))
         weights = tl.where(seen, tl.exp2(x - higher[:, None]), 0.0)
@@ -256,10 +259,10 @@ def _attend(
         end = tl.load(ends_ptr + s) if page > 0 else stop - begin
         r = tl.arange(0, tokens * heads)
         t = first_token + r // heads
-        g = r % heads
+        member = r % heads
         column = tl.arange(0, width)
-        held = (t < stop) & (g < group)
-        head = t.to(tl.int64) * (kv_heads * group) + kv_head * group + g
+        held = (t < stop) & (member < group)
+        head = t.to(tl.int64) * (kv_heads * group) + kv_head * group + member
         place = head[:, None] * size + column[None, :]
         inside = held[:, None] & (column < size)[None, :]
         q = tl.load(q_ptr + place, mask=inside, other=0.0)
@@ -308,7 +311,7 @@ def _attend(
                 total = tl.where(held, total, 1.0)
                 tl.store(out_ptr + place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
                 lse = top * _LN2 + tl.log(total)
-                tl.store(lse_ptr + (kv_head * group + g).to(tl.int64) * queries + t, lse, mask=held)
+                tl.store(lse_ptr + (kv_head * group + member).to(tl.int64) * queries + t, lse, mask=held)
 
 
 @triton.jit
@@ -338,10 +341,10 @@ def _join_parts(
     total = tl.zeros([width_heads], tl.float32)
     acc = tl.zeros([width_heads, width], tl.float32)
     for n in range(tl.maximum(end - window, 0) // part, tl.cdiv(end, part)):
-        at = (t * heads + h) * parts + n
-        its_top = tl.load(sums_ptr + 2 * at, mask=held, other=0.0)
-        its_total = tl.load(sums_ptr + 2 * at + 1, mask=held, other=1.0)
-        its_acc = tl.load(partial_ptr + at[:, None] * size + column[None, :], mask=inside, other=0.0)
+        entry = (t * heads + h) * parts + n
+        its_top = tl.load(sums_ptr + 2 * entry, mask=held, other=0.0)
+        its_total = tl.load(sums_ptr + 2 * entry + 1, mask=held, other=1.0)
+        its_acc = tl.load(partial_ptr + entry[:, None] * size + column[None, :], mask=inside, other=0.0)
         top, total, acc = _join(top, total, acc, its_top, its_total, its_acc)
     place = (t * heads + h)[:, None] * size + column[None, :]
     tl.store(out_ptr + place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)

@@ -98,15 +98,15 @@ def _attend(
     total = tl.zeros([rows], tl.float32)
     acc = tl.zeros([rows, width], tl.float32)
     for begin in range(first, stop, block):
-        at = begin + tl.arange(0, block)
+        position = begin + tl.arange(0, block)
         number = tl.load(table_ptr + begin // page).to(tl.int64)
         token = number * page + begin % page + tl.arange(0, block)
         here = (token[:, None] * kv_heads + kv_head) * size + column[None, :]
-        inside = (at < stop)[:, None] & (column < size)[None, :]
+        inside = (position < stop)[:, None] & (column < size)[None, :]
         k = tl.load(k_ptr + here, mask=inside, other=0.0)
         v = tl.load(v_ptr + here, mask=inside, other=0.0)
         x = _logits(q, k, scale, cap, capped)
-        seen = (at[None, :] >= seen_from[:, None]) & (at[None, :] <= seen_to[:, None])
+        seen = (position[None, :] >= seen_from[:, None]) & (position[None, :] <= seen_to[:, None])
         x = tl.where(seen, x, _LOWEST)
         higher = tl.maximum(top, tl.max(x, 1))
         weights = tl.where(seen, tl.exp2(x - higher[:, None]), 0.0)
@@ -214,13 +214,13 @@ def _join_parts(
         total += 1.0
     acc = tl.zeros([width], tl.float32)
     for n in range(tl.maximum(end - window, 0) // part, tl.cdiv(end, part)):
-        at = head * parts + n
-        its_top = tl.load(sums_ptr + 2 * at)
+        entry = head * parts + n
+        its_top = tl.load(sums_ptr + 2 * entry)
         higher = tl.maximum(top, its_top)
         decay = tl.exp2(top - higher)
         its_decay = tl.exp2(its_top - higher)
-        total = decay * total + its_decay * tl.load(sums_ptr + 2 * at + 1)
-        acc = decay * acc + its_decay * tl.load(values_ptr + at * size + column, mask=column < size, other=0.0)
+        total = decay * total + its_decay * tl.load(sums_ptr + 2 * entry + 1)
+        acc = decay * acc + its_decay * tl.load(values_ptr + entry * size + column, mask=column < size, other=0.0)
         top = higher
     place = (token * tl.num_programs(1) + h) * size + column
     tl.store(out_ptr + place, (acc / total).to(out_ptr.dtype.element_ty), mask=column < size)
@@ -289,10 +289,10 @@ def _prompt_tiles(
         end = tl.load(ends_ptr + s)
         r = tl.arange(0, tokens * heads)
         t = first_token + r // heads
-        g = r % heads
+        member = r % heads
         column = tl.arange(0, width)
-        held = (t < stop) & (g < group)
-        place = ((t.to(tl.int64) * kv_heads + kv_head) * group + g)[:, None] * size + column[None, :]
+        held = (t < stop) & (member < group)
+        place = ((t.to(tl.int64) * kv_heads + kv_head) * group + member)[:, None] * size + column[None, :]
         inside = held[:, None] & (column < size)[None, :]
         q = tl.load(q_ptr + place, mask=inside, other=0.0)
         position = end - stop + t
@@ -318,7 +318,7 @@ def _prompt_tiles(
             capped,
         )
         if sinks:
-            total, acc = _with_sinks(top, total, acc, sinks_ptr + kv_head * group + g, g < group)
+            total, acc = _with_sinks(top, total, acc, sinks_ptr + kv_head * group + member, member < group)
         out = acc / tl.where(held, total, 1.0)[:, None]
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
