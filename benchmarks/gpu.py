@@ -1,10 +1,11 @@
 """Everything that is measured on one GPU, in under nine minutes: one table with the roofline beside each number.
 
     python benchmarks/gpu.py --tests
+    python benchmarks/gpu.py --vllm_python=PATH --parts=peer    # beside vLLM, of an environment of its own
     python benchmarks/gpu.py --device=cpu --small    # the same program on a CPU: not the numbers
 
-It measures kernels, the phases of a training step and their MFU, generation (beside vLLM where it is installed), memory
-beside the dry run's, and the time to compile a layer; --tests runs the tests marked `gpu` too. Weights are random. A
+It measures kernels, the phases of a training step and their MFU, generation (and its ratio to vLLM), memory beside the
+dry run's, and the time to compile a layer; --tests runs the tests marked `gpu` too. Weights are random. A
 roofline is the longer of two times: of the FLOPs that the dry run counts at the data sheet's peak, and of the bytes
 that have to move at its bandwidth (`funrl.cost.tracing.hardware`). Of memory the share is the dry run's prediction over
 what was held.
@@ -36,12 +37,13 @@ import torch
 from absl import app, flags
 from gpu_parts.aligned import aligned_rows
 from gpu_parts.compiling import compile_rows
-from gpu_parts.decoding import mixed_rows, native_rows, vllm_rows
+from gpu_parts.decoding import float8_rows, mixed_rows, native_rows, peer_rows
 from gpu_parts.kernels import kernel_rows
 from gpu_parts.marked_tests import marked_test_rows
 from gpu_parts.passes import pass_rows
 from gpu_parts.rows import Bench, Row, Rows
 from gpu_parts.training import training_rows
+from gpu_parts.variants import grouped_rows, logprob_rows
 
 from funrl.cost.tracing.hardware import hardware_of
 from funrl.mesh.launch import gpu_problem
@@ -52,6 +54,7 @@ DEVICE = flags.DEFINE_enum("device", "cuda", ["cuda", "cpu"], "where")
 SMALL = flags.DEFINE_bool("small", False, "the smallest sizes")
 TESTS = flags.DEFINE_bool("tests", False, "run the tests marked gpu too")
 PARTS = flags.DEFINE_list("parts", [], "some parts by name; none: all")
+VLLM = flags.DEFINE_string("vllm_python", None, "interpreter of an environment with vLLM, for the part peer")
 OUT = flags.DEFINE_string("out", "runs/gpu_benchmark", "path of the table, without .md and .json")
 HEAD = ("part", "what", "measured", "roofline", "share", "remark")
 FORK = multiprocessing.get_context("fork")
@@ -86,9 +89,12 @@ def parts() -> list[Part]:
         Part("decode", 120, native_rows),
         Part("mixed", 90, mixed_rows),
         Part("decode-passes", 90, pass_rows),
+        Part("logprob", 60, logprob_rows),
+        Part("grouped", 60, grouped_rows),
         Part("aligned", 120, aligned_rows),
         training("train-long", 100, "1.7B", 32768, 32768),
-        Part("vllm", 150, vllm_rows),
+        Part("peer", 240, functools.partial(peer_rows, python=VLLM.value)),
+        Part("decode-float8", 90, float8_rows),
         *[Part("tests", 120, marked_test_rows)] * TESTS.value,
         training("train-7b", 100, "7B", 4096, 1024),
         Part("compile", 90, compile_rows),

@@ -6,17 +6,25 @@ A layer of a Llama with norms of queries and keys goes forward and backward over
 compiled with `--remat=selective`. "Passes" are operators that read or write activations, matrix products, attention and
 views apart, of eager mode; compiled, the loops that inductor makes of them. Log-probabilities go forward and backward
 with and without the entropy, beside whole logits. What is compared takes turns in one process; medians are shown.
+
+The host's part is measured by calls of a layer of width 64 over 16 tokens, beside torch.compile's own: as it is, and
+with graphs that return what they have computed first, so that only the way to the graph and back is left.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from absl import app, flags
+from functorch.compile import min_cut_rematerialization_partition
 from instruction_set import limit_instructions
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,12 +35,13 @@ from funrl.mesh.mesh import SINGLE
 from funrl.models import compile_layer, decoder_config, decoder_model
 from funrl.models.decoder.config import layers_of
 from funrl.models.decoder.layers import Context
-from funrl.models.model import Layer
+from funrl.models.model import Layer, Model
 
 TOKENS = flags.DEFINE_integer("tokens", 1024, "tokens of the row", lower_bound=4)
 EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64", lower_bound=64)
 VOCAB = flags.DEFINE_integer("vocab", 8192, "vocabulary", lower_bound=2)
 TURNS = flags.DEFINE_integer("turns", 5, "timed turns of each, after one that is not timed", lower_bound=1)
+CALLS = flags.DEFINE_integer("calls", 200, "calls of the small layer in a turn", lower_bound=1)
 REMAT = flags.DEFINE_list("remat", ["none", "selective"], "of the compiled layers")
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "mkldnn::_linear_pointwise", "funrl::")
@@ -68,27 +77,89 @@ class Passes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer_runs() -> dict[str, Callable[[], object]]:
-    """Forward and backward of a layer, by how it is computed."""
-    heads, half = max(1, EMBED.value // 64), TOKENS.value // 2
-    sizes = {"embed": EMBED.value, "heads": heads, "kv_heads": max(1, heads // 2), "mlp": 3 * EMBED.value}
+class LayerInputs(NamedTuple):
+    """A layer over one packed row of two sequences."""
+
+    model: Model
+    params: trees.Tree
+    x_BTD: Tensor
+    context: Context
+
+    def forward(self, layer: Layer) -> Tensor:
+        """The layer's result."""
+        return layer(self.model.config, SINGLE, self.params, self.x_BTD, self.context)
+
+    def both(self, layer: Layer) -> Sequence[Tensor]:
+        """Gradients of the sum of the result."""
+        return torch.autograd.grad(self.forward(layer).sum(), [self.x_BTD, *trees.leaves(self.params)])
+
+
+def layer_inputs(embed: int, tokens: int) -> LayerInputs:
+    """Random weights and hidden states, which learn."""
+    heads, half = max(1, embed // 64), tokens // 2
+    sizes = {"embed": embed, "heads": heads, "kv_heads": max(1, heads // 2), "mlp": 3 * embed}
     model = decoder_model(decoder_config(vocab=2, layers=1, head=64, family="qwen3", qk_norm=True, **sizes))
-    params = model.init(torch.Generator().manual_seed(0))["layers"][0]
-    leaves = [x.requires_grad_() for x in trees.leaves(params)]
-    x_BTD = torch.randn(1, 2 * half, EMBED.value, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    params = trees.map(Tensor.requires_grad_, model.init(torch.Generator().manual_seed(0))["layers"][0])
+    x_BTD = torch.randn(1, 2 * half, embed, generator=torch.Generator().manual_seed(1)).requires_grad_()
     turns = rotary(torch.arange(2 * half)[None] % half, frequencies(64, 1e4), torch.float32)
     context = Context(layers_of(model.config)[0], turns, offsets=torch.tensor([0, half, 2 * half], dtype=torch.int32))
+    return LayerInputs(model, params, x_BTD, context)
 
-    def run(layer: Layer) -> Callable[[], object]:
-        def both():
-            return torch.autograd.grad(layer(model.config, SINGLE, params, x_BTD, context).sum(), [x_BTD, *leaves])
 
-        return both
+def layer_runs() -> dict[str, Callable[[], object]]:
+    """Forward and backward of a layer, by how it is computed."""
+    inputs = layer_inputs(EMBED.value, TOKENS.value)
+    layers = {"eager": inputs.model.layer}
+    for mode in REMAT.value:
+        layers["compiled" + f", {mode}" * (mode != "none")] = compile_layer(inputs.model, "on", remat=mode)
+    return {name: functools.partial(inputs.both, layer) for name, layer in layers.items()}
 
-    compiled = {
-        "compiled" + f", {how}" * (how != "none"): run(compile_layer(model, "on", remat=how)) for how in REMAT.value
-    }
-    return {"eager": run(model.layer), **compiled}
+
+def first_results() -> Callable[..., Any]:
+    """A backend of torch.compile whose graphs return the results of their first run again."""
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[[list], object]:
+        results: list[object] = []
+
+        def run(arguments: list) -> object:
+            if not results:
+                results.append(graph(*arguments))
+            arguments.clear()
+            return results[0]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+
+
+def show_calls() -> None:
+    """Print microseconds of the calls of a small layer, torch.compile's own and funrl's."""
+    inputs = layer_inputs(64, 16)
+    forward = torch.no_grad()(inputs.forward)
+    print(f"{'calls of a small layer':34s} torch.compile   funrl   ratio")
+    for graphs, backend in (("", "inductor"), (", no computing", first_results())):
+        peer = torch.compile(inputs.model.layer, fullgraph=True, backend=backend)
+        own = compile_layer(inputs.model, "on", backend=backend)
+        for name, call in (("forward", forward), ("forward and backward", inputs.both)):
+            medians = turns_of([functools.partial(call, layer) for layer in (peer, own)])
+            theirs, ours = (1e6 * seconds for seconds in medians)
+            print(f"{name + graphs:34s} {theirs:13.1f} {ours:7.1f} {ours / theirs:7.2f}", flush=True)
+
+
+def turns_of(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Median CPU-seconds of each call, of turns of `--calls`."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        for _ in range(3):  # the first compiles, the second finds what the first has dispatched
+            call()
+    for _ in range(TURNS.value):
+        for times, call in zip(seconds, calls, strict=True):
+            start = time.process_time()
+            for _ in range(CALLS.value):
+                call()
+            times.append((time.process_time() - start) / CALLS.value)
+    return [statistics.median(times) for times in seconds]
 
 
 def logprob_runs() -> dict[str, Callable[[], object]]:
@@ -142,6 +213,7 @@ def show(title: str, runs: dict[str, Callable[[], object]], more: dict[str, int]
 
 def main(_: list[str]) -> None:
     limit_instructions()
+    show_calls()
     runs = layer_runs()
     show("a layer", runs, {name: passes_of(name, run) for name, run in runs.items()})
     show("log-probabilities", logprob_runs(), {})

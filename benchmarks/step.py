@@ -49,6 +49,7 @@ PROMPT = flags.DEFINE_integer("prompt_tokens", 32, "tokens of each prompt")
 NEW = flags.DEFINE_integer("new_tokens", 64, "tokens of each completion")
 KL = flags.DEFINE_float("kl_coef", 0.0, "of both GRPOs; above 0 they keep a reference")
 TOKEN_BUDGET = flags.DEFINE_integer("token_budget", Settings().updates.token_budget, "tokens in one pass of funrl")
+PPO = flags.DEFINE_bool("ppo", True, "measure PPO too")
 TURNS = flags.DEFINE_integer("turns", 7, "timed turns of each, after one that is not timed")
 THREADS = flags.DEFINE_integer("threads", 1, "CPU threads")
 
@@ -250,14 +251,13 @@ def main(argv: list[str]) -> None:
     del argv
     limit_instructions()
     torch.set_num_threads(THREADS.value)
-    turns: dict[str, list[Times]] = {"PPO": [], "GRPO": []}
+    algorithms = {"PPO": ppo} if PPO.value else {}
+    algorithms |= {"GRPO": functools.partial(grpo, kl_coef=KL.value)}
+    turns: dict[str, list[Times]] = {name: [] for name in algorithms}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = make_files(folder)
-        steps = {
-            "PPO": funrl_step(files, ppo),
-            "GRPO": funrl_step(files, functools.partial(grpo, kl_coef=KL.value)),
-        }
+        steps = {name: funrl_step(files, compose) for name, compose in algorithms.items()}
 
         def ours() -> None:
             for key, step in steps.items():
@@ -293,7 +293,7 @@ def report(turns: dict[str, list[Times]]) -> None:
     print(f"{'seconds: CPU, wall':<20}" + "".join(f"{key:>16}" for key in turns))
     for phase in (*PHASES, "total"):
         print(f"{phase:<20}" + "".join(median(key, phase) for key in turns))
-    for key in [k for k in ("GRPO", "PPO") if "TRL GRPO" in turns]:
+    for key in [k for k in ("GRPO", "PPO") if "TRL GRPO" in turns and k in turns]:
         for i, kind in enumerate(("CPU", "wall")):
             ratios = [t["total"][i] / o["total"][i] for t, o in zip(turns["TRL GRPO"], turns[key], strict=True)]
             low, mid, high = min(ratios), statistics.median(ratios), max(ratios)

@@ -31,13 +31,14 @@ def check_kernels():
 """
 PEER = """
 import json, sys, time
+import vllm
 from vllm import LLM, SamplingParams
 folder, dtype, mode, clock, cache_bytes, rows = sys.argv[1:]
 now = getattr(time, clock)
 llm = LLM(folder, dtype=dtype, enforce_eager=mode == "eager", kv_cache_memory_bytes=int(cache_bytes),
           skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=int(rows), disable_log_stats=True)
 check_kernels()
-print("ready", flush=True)
+print("ready", vllm.__version__, flush=True)
 for line in sys.stdin:
     prompts, new, seed = json.loads(line)
     how = [SamplingParams(max_tokens=n, ignore_eos=True, seed=seed + i, logprobs=0, detokenize=False)
@@ -87,9 +88,17 @@ class PeerOptions(NamedTuple):
 
 
 class Peer:
-    """vLLM with the weights of a model."""
+    """vLLM with the weights of a model.
+
+    Attributes:
+      version: of vLLM by itself, once it runs.
+      flags: that it is given, for people.
+    """
+
+    version = ""
 
     def __init__(self, model: Model, params: trees.Tree, dtype: str, options: PeerOptions):
+        self.flags = f"{options.mode}, {dtype}, max_num_seqs={options.rows}, enable_prefix_caching=False"
         self.folder = tempfile.TemporaryDirectory()
         hf.save(self.folder.name, model, params)
         threads = str(torch.get_num_threads())
@@ -120,7 +129,7 @@ class Peer:
         )
 
     def __enter__(self) -> Peer:
-        self._read("ready")
+        self.version = self._read("ready").removeprefix("ready").strip()
         return self
 
     def __exit__(self, *_: object) -> None:

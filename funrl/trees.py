@@ -40,6 +40,11 @@ def leaves(tree: Tree) -> list:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
+def flatten(tree: Tree) -> tuple[list, optree.PyTreeSpec]:
+    """The leaves in the tree's own order, and its structure."""
+    return optree.tree_flatten(tree, namespace=NAMESPACE)
+
+
 def names(structure: optree.PyTreeSpec) -> list[str]:
     """The names of the leaves of a tree of this structure, in the order of `leaves`."""
     return list(_names(structure) if torch.compiler.is_compiling() else _known_names(structure))
@@ -59,7 +64,7 @@ def _step(entry: optree.PyTreeEntry) -> str:
 
 def named(tree: Tree) -> list[tuple[str, Any]]:
     """The leaves with their names, in the same order as `leaves`."""
-    values, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    values, structure = flatten(tree)
     return list(zip(names(structure), values, strict=True))
 
 

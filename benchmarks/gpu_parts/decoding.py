@@ -1,4 +1,4 @@
-"""Tokens of generation per second: the native engine, and vLLM where it is installed.
+"""Tokens of generation per second: the native engine, and its ratio to vLLM.
 
 The roofline is the time that the passes take at least: the prompts' products; then for each token the weights and each
 sequence's keys and values from memory once, or the products, whichever takes longer.
@@ -6,7 +6,6 @@ sequence's keys and values from memory once, or the products, whichever takes lo
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -74,7 +73,7 @@ def mixed_rows(bench: Bench) -> Rows:
     model = model_of(work.model)
     params = random_weights(model, bench.device, DTYPE)
     rows = work.rows[-1]
-    news = [2 + n % 5 if bench.small else 32 + 97 * n % 224 for n in range(2 * rows)]
+    news = refilled_news(bench, rows)
     prompts = np.random.default_rng(2).integers(3, model.config.vocab, (len(news), work.prompt)).tolist()
     bound = sum(news) / least_refilled(bench, model, work, news)
     sizes = static_decode.MIXED_TOKENS
@@ -84,13 +83,7 @@ def mixed_rows(bench: Bench) -> Rows:
         engine.load(engine.weights.named(params))
         for seed in range(2):  # the first one compiles and captures
             passes = engine.cost().passes
-            requests = [
-                Request(n, prompt, Sampling(max_new_tokens=new), request_seed(seed, n))
-                for n, (prompt, new) in enumerate(zip(prompts, news, strict=True))
-            ]
-            begin = now(bench.device)
-            complete(engine, requests)
-            seconds = now(bench.device) - begin
+            seconds = timed_completions(engine, prompts, news, seed)
         passes = engine.cost().passes - passes
         label = f"{name}, {work.model}, {len(news)} rows through {rows}"
         note = f"{passes} passes of {1e3 * seconds / passes:.3g} ms"
@@ -98,46 +91,97 @@ def mixed_rows(bench: Bench) -> Rows:
     static_decode.MIXED_TOKENS = sizes
 
 
-def vllm_rows(bench: Bench) -> Rows:
-    """vLLM, compiled and with CUDA graphs."""
+def float8_rows(bench: Bench) -> Rows:
+    """The native engine with products in 8 bits, beside the roofline of 16 bits."""
     work = work_of(bench)
-    if importlib.util.find_spec("vllm") is None:
-        yield Row(f"vLLM, {work.model}", None, "tokens/s", note="left out: vllm is not installed here")
-        return
     model = model_of(work.model)
-    params = trees.map(lambda x: x.cpu(), random_weights(model, bench.device, DTYPE))
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
-    tokens = max(work.rows) * (work.prompt + work.new + 64)
-    cache_bytes = tokens * key_value_bytes(model) + (1 << 30)
-    with Peer(model, params, "bfloat16", PeerOptions(cache_bytes=cache_bytes, rows=max(work.rows))) as peer:
-        for rows in work.rows:
-            turn = lambda prompts, seed: peer.turn(prompts, [work.new] * len(prompts), seed)  # noqa: E731
-            yield measured(bench, "vLLM", work, (turn, rows))
+    params = random_weights(model, bench.device, DTYPE)
+    turn = engine_turn(native(bench, model, static=True, float8=True), params, work)
+    for rows in work.rows:
+        yield measured(bench, "native engine in float8", work, (turn, rows))
 
 
-def native(bench: Bench, model: Model, static: bool, rows: int = NATIVE_DEFAULTS.max_rows) -> NativeEngine:
+class PeerCase(NamedTuple):
+    """Prompts that both engines complete.
+
+    Attributes:
+      name: in the table.
+      news: tokens to sample after each prompt.
+    """
+
+    name: str
+    news: Sequence[int]
+
+
+def peer_rows(bench: Bench, python: str | None) -> Rows:
+    """Ratios of the native engine to vLLM, compiled and with CUDA graphs, turn by turn on the same device.
+
+    Args:
+      python: interpreter of an environment that has vLLM; None: there is none.
+    """
+    if python is None:
+        yield Row("native over vLLM", None, "x", note="left out: --vllm_python=PATH names an interpreter that has vLLM")
+        return
+    work = work_of(bench)._replace(**{"model": "0.2M, head 32"} if bench.small else {})
+    model = model_of(work.model)
+    params = random_weights(model, bench.device, DTYPE)
+    most = work.rows[-1]
+    cache_bytes = most * (work.prompt + work.new + 64) * key_value_bytes(model) + (1 << 30)
+    engine = native(bench, model, static=True, rows=most, cache_bytes=cache_bytes)
+    engine.load(engine.weights.named(params))
+    cases = [PeerCase(f"{rows} rows", [work.new] * rows) for rows in work.rows]
+    cases.append(PeerCase(f"{2 * most} rows through {most}", refilled_news(bench, most)))
+    on_host = trees.map(lambda x: x.cpu(), params)
+    options = PeerOptions(python, cache_bytes=cache_bytes, rows=most)
+    with Peer(model, on_host, str(DTYPE).removeprefix("torch."), options) as peer:
+        for case in cases:
+            prompts = np.random.default_rng(3).integers(3, model.config.vocab, (len(case.news), work.prompt)).tolist()
+            spans = [
+                (timed_completions(engine, prompts, case.news, seed), peer.turn(prompts, case.news, seed))
+                for seed in range(1 + TURNS)
+            ][1:]  # the first ones compile and capture
+            own, other = (sum(case.news) / statistics.median(seconds) for seconds in zip(*spans, strict=True))
+            note = f"native {own:,.4g}, vLLM {other:,.4g} tokens/s; vLLM {peer.version}: {peer.flags}"
+            yield Row(f"native over vLLM, {work.model}, {case.name}", own / other, "x", note=note)
+
+
+def refilled_news(bench: Bench, rows: int) -> list[int]:
+    """Tokens of twice as many completions as rows are decoded together, which end one by one."""
+    return [2 + n % 5 if bench.small else 32 + 97 * n % 224 for n in range(2 * rows)]
+
+
+def native(
+    bench: Bench,
+    model: Model,
+    static: bool,
+    rows: int = NATIVE_DEFAULTS.max_rows,
+    cache_bytes: int = 0,
+    float8: bool = False,
+) -> NativeEngine:
     """The native engine as a run makes it: with a compiled layer on a GPU."""
     layer = compile_layer(model, "auto", bench.device.type)
-    options = NativeOptions(max_rows=rows, packed=False, static=static)
+    options = NativeOptions(rows, cache_bytes, packed=False, static=static, float8=float8)
     return native_engine(model, Mesh(parse("dp1"), 0, bench.device), DTYPE, options=options, layer=layer)
 
 
 def engine_turn(engine: NativeEngine, params: trees.Tree, work: Generation) -> Turn:
     """Turns of an engine in this process."""
     engine.load(engine.weights.named(params))
+    return lambda prompts, seed: timed_completions(engine, prompts, [work.new] * len(prompts), seed)
+
+
+def timed_completions(engine: NativeEngine, prompts: Sequence[Sequence[int]], news: Sequence[int], seed: int) -> float:
+    """Seconds in which an engine completes prompts with so many new tokens each."""
     device = engine.weights.mesh.device
-
-    def turn(prompts: Sequence[Sequence[int]], seed: int) -> float:
-        sampling = Sampling(max_new_tokens=work.new)
-        requests = [Request(i, prompt, sampling, request_seed(seed, i)) for i, prompt in enumerate(prompts)]
-        begin = now(device)
-        completions = complete(engine, requests)
-        seconds = now(device) - begin
-        assert all(len(completion.tokens) == work.new for completion in completions)
-        return seconds
-
-    return turn
+    requests = [
+        Request(n, prompt, Sampling(max_new_tokens=new), request_seed(seed, n))
+        for n, (prompt, new) in enumerate(zip(prompts, news, strict=True))
+    ]
+    begin = now(device)
+    completions = complete(engine, requests)
+    seconds = now(device) - begin
+    assert [len(completion.tokens) for completion in completions] == list(news)
+    return seconds
 
 
 def measured(bench: Bench, name: str, work: Generation, case: tuple[Turn, int]) -> Row:

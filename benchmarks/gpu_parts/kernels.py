@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpu_parts.rows import Bench, Row, Rows, Run, median_seconds, timed_row
 
 from funrl import trees
-from funrl.compiled_kernels.delta_rule.fla_kernel import packed_delta_rule
+from funrl.compiled_kernels.delta_rule.gated_delta import continue_delta_rule, gated_delta_rule
 from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.compiled_kernels.linear_logprob import linear_logprob
 from funrl.compiled_kernels.paged_attention import decode_paging, paged_attention, paged_bytes
@@ -21,6 +21,7 @@ from funrl.optim.fused import fused_adamw
 from funrl.rollout.native.cache_sizes import page_tokens
 
 DTYPE = torch.bfloat16
+PROMPTS = 16
 
 
 class Sizes(NamedTuple):
@@ -75,7 +76,10 @@ def kernel_rows(bench: Bench) -> Rows:
     cases |= both_ways(f"linear log-prob, {sizes.short:,} tokens", lambda on: logprob(on, sizes))
     cases |= both_ways(f"grouped products, {sizes.experts} experts", lambda on: grouped(on, sizes))
     cases[f"fused AdamW, {sizes.trained / 1e6:,.0f} M float32 weights"] = lambda on: optimizer(on, sizes)
-    cases |= both_ways(f"gated delta rule, {sizes.short:,} tokens", lambda on: delta_rule(on, sizes))
+    for tokens in (sizes.short, sizes.long):
+        cases |= both_ways(f"gated delta rule, {tokens:,} tokens", lambda on, n=tokens: delta_rule(on, sizes, n))
+    prompts = f"gated delta rule, {PROMPTS} prompts of {sizes.short // PROMPTS:,}"
+    cases[prompts] = lambda on: delta_prompts(on, sizes)
     for name, make in cases.items():
         yield measured(bench, name, make)
 
@@ -174,15 +178,25 @@ def grouped(on: torch.device, sizes: Sizes) -> tuple[Callable[[], torch.Tensor],
     return lambda: grouped_linear(x, weight, ends), (x, weight, ends)
 
 
-def delta_rule(on: torch.device, sizes: Sizes) -> tuple[Callable[[], torch.Tensor], Any]:
+def delta_heads(on: torch.device, sizes: Sizes, rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values, decays and betas of rows."""
     heads = 2 * sizes.heads
-    q, k = (F.normalize(random(on, 1, sizes.short, sizes.heads, sizes.head), dim=-1) for _ in range(2))
-    v = random(on, 1, sizes.short, heads, sizes.head)
-    log_decay = -F.softplus(random(on, 1, sizes.short, heads).float())
-    beta = random(on, 1, sizes.short, heads).sigmoid()
-    offsets = torch.tensor([0, sizes.short], dtype=torch.int32, device=on)
-    inputs = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
-    return lambda: packed_delta_rule(*inputs, offsets), (*inputs, offsets)
+    q, k = (F.normalize(random(on, rows, tokens, sizes.heads, sizes.head), dim=-1) for _ in range(2))
+    v = random(on, rows, tokens, heads, sizes.head)
+    log_decay = -F.softplus(random(on, rows, tokens, heads).float())
+    beta = random(on, rows, tokens, heads).sigmoid()
+    return tuple(x.detach().requires_grad_() for x in (q, k, v, log_decay, beta))
+
+
+def delta_rule(on: torch.device, sizes: Sizes, tokens: int) -> tuple[Callable[[], torch.Tensor], Any]:
+    inputs = delta_heads(on, sizes, 1, tokens)
+    return lambda: gated_delta_rule(*inputs), inputs
+
+
+def delta_prompts(on: torch.device, sizes: Sizes) -> Case:
+    q, k, v, log_decay, beta = (x.detach() for x in delta_heads(on, sizes, PROMPTS, sizes.short // PROMPTS))
+    state = torch.zeros(PROMPTS, 2 * sizes.heads, sizes.head, sizes.head, device=on)
+    return Case(lambda: continue_delta_rule(q, k, v, log_decay, beta, state), (q, k, v, state))
 
 
 def optimizer(on: torch.device, sizes: Sizes) -> Case:

@@ -34,6 +34,7 @@ QWEN3 = {
 SIZES = {  # layers, embed, heads, key-value heads, head, mlp, vocabulary
     "1.7B": (28, 2048, 16, 8, 128, 6144, 151936),
     "0.2M": (2, 64, 4, 2, 16, 192, 1024),
+    "0.2M, head 32": (2, 64, 2, 1, 32, 192, 1024),  # vLLM has no smaller heads on a CPU
 }
 QWEN25_7B = Path(__file__).parents[2] / "recipes/models/qwen2.5_7b.json"
 ADAPTER_RANK = 16  # where all weights do not fit

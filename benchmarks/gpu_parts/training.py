@@ -45,11 +45,19 @@ def training_rows(bench: Bench, model: str, tokens: int, row: int) -> Rows:
     nbytes = optimizer_bytes(estimate)
     yield timed_row(bench, f"{name}: optimizer", seconds["optimizer"] / UPDATES, 0.0, nbytes)
     yield Row(f"{name}: memory", held / 1e9, "GB", peak_bytes(estimate) / 1e9, note=what)
+    yield moved_weights(name, estimate)
+
+
+def moved_weights(name: str, estimate: Estimate) -> Row:
+    """Bytes of weights, gradients and moments that an update moves, as the dry run counts them, and by operator."""
+    moved = {name: nbytes / UPDATES / 1e9 for name, nbytes in estimate.phases["update_policy"].weight_bytes.items()}
+    by_operator = ", ".join(f"{name} {moved[name]:.1f}" for name in sorted(moved, key=moved.__getitem__, reverse=True))
+    return Row(f"{name}: weights moved by an update, predicted", sum(moved.values()), "GB", note=by_operator)
 
 
 def optimizer_bytes(estimate: Estimate) -> float:
-    """Bytes of an update: gradients are read, and float32 weights and moments read and written."""
-    return 4.0 * (1 + 2 * 3) * estimate.trained
+    """Bytes of a step: gradients are read, float32 weights and moments read and written, bfloat16 copies written."""
+    return (4.0 * (1 + 2 * 3) + 2.0) * estimate.trained
 
 
 def measured_step(bench: Bench, training: Training, numerics: str = "fast") -> tuple[dict[str, float], float]:

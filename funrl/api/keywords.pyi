@@ -61,6 +61,7 @@ class SharedKeywords(TypedDict, total=False):
     kv_cache_gb: NumberValue | None
     decode_rows: WholeValue
     speculate: WholeValue
+    rollout_dtype: TextValue
     state_snapshot_tokens: WholeValue
     queue: TextValue
     max_new_tokens: WholeValue | None

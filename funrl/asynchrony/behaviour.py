@@ -26,7 +26,7 @@ TRIED_GAPS = (0.05, -0.05, 3.0, -3.0, 0.2, -0.1, 0.6)
 
 
 class StaleLossError(ValueError):
-    """An algorithm does not correct for the age of its rows."""
+    """An algorithm does not correct for the age of its rows, or for the rounding of the engine that sampled them."""
 
 
 def check_behaviour(algorithm: Algorithm, staleness: float) -> None:
@@ -39,24 +39,38 @@ def check_behaviour(algorithm: Algorithm, staleness: float) -> None:
       StaleLossError: staleness is above 0 and a role that generates has a loss that does not; the message names a
         correction to add.
     """
-    if not staleness:
-        return
+    if staleness:
+        age = f"rows may be {staleness:g} versions old"
+        check_correction(algorithm, f"--staleness={staleness:g}", age, sampler="the policy that sampled them")
+
+
+def check_correction(algorithm: Algorithm, flag: str, why: str, sampler: str) -> None:
+    """Check that a policy loss depends on behaviour log-probabilities where a flag makes these another policy's.
+
+    Args:
+      flag: with its value.
+      why: what the flag does to the rows.
+      sampler: whose log-probabilities they are.
+
+    Raises:
+      StaleLossError: a role that generates has a loss that does not; the message names a correction to add.
+    """
     for role, loss in algorithm.losses.items():
         kind = algorithm.role_kinds.get(role)
         if kind is not None and kind.generates and not reads_behaviour(algorithm, loss):
             raise StaleLossError(
-                f"--staleness={staleness:g}: rows may be {staleness:g} versions old, and the loss of {role!r} does not "
-                f"depend on {BEHAVIOUR}, the log-probabilities of the policy that sampled them: {_remedy(algorithm)}"
+                f"{flag}: {why}, and the loss of {role!r} does not depend on {BEHAVIOUR}, the log-probabilities of "
+                f"{sampler}: {_remedy(algorithm, flag.partition('=')[0])}"
             )
 
 
-def _remedy(algorithm: Algorithm) -> str:
+def _remedy(algorithm: Algorithm, flag: str) -> str:
     if algorithm.advantage is None:
-        return "it has no advantage chain to put a correction into; leave --staleness out"
+        return f"it has no advantage chain to put a correction into; leave {flag} out"
     return (
         "use --algorithm=dppo, which stays near the policy that sampled; or add a correction, such as "
         'corrected(algorithm, importance_weights("token", high=2.0)), in a --algorithm=FILE.py; or leave '
-        "--staleness out"
+        f"{flag} out"
     )
 
 

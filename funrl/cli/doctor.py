@@ -27,7 +27,6 @@ OPTIONAL = {
     "vllm": "--engine=vllm",
     "flash-attn": "faster attention on CUDA",
     "flash-attn-4": "faster attention on Hopper and Blackwell",
-    "flash-linear-attention": "faster gated delta nets on CUDA",
     "math-verify": "--reward=math, --reward=boxed",
     "jsonschema": "--reward=json",
     "datasets": "parquet files, cached and saved datasets",

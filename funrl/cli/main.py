@@ -9,6 +9,7 @@ funrl serve RUN_DIR --port=8000
 funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR
+funrl plan grpo --model=config.json --gpus=8,16 --hardware=h200 --launch=slurm
 funrl ray --nodes=2 -- grpo --mesh=dp16
 funrl replay RUN_DIR --rows
 funrl replay RUN_DIR OTHER_RUN_DIR
@@ -59,6 +60,7 @@ MODULES = {
     "replay": "funrl.cli.replay:replay_command",
     "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
+    "plan": "funrl.cli.plan:plan_command",
     "serve": "funrl.cli.serve:serve_command",
     "show": "funrl.cli.show:show_command",
 }

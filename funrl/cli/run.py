@@ -201,8 +201,12 @@ def _rank(
     from funrl.trainer.placement.ranks import run_rank
 
     job = dataclasses.replace(_job(command, inputs), start=start)
-    with RunObserver(job, run_dir, mesh.rank) as observer:
-        return run_rank(job, mesh, observer, pool=pool)
+    try:
+        with RunObserver(job, run_dir, mesh.rank) as observer:
+            return run_rank(job, mesh, observer, pool=pool)
+    finally:
+        if "WORLD_SIZE" in os.environ:  # torchrun ends a rank once another one has failed: first it says how it ended
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

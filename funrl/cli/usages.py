@@ -32,6 +32,11 @@ COMMANDS = {
         "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
+    "plan": SmallCommand(
+        "The cost of a run on some GPUs, and the file that starts it",
+        "funrl plan NAME [--flag=value ...] [--gpus=N,N] [--hardware=X] [--gpu_price=X] [--gpu_hours=X] [--budget=X] "
+        "[--launch=slurm|sky|kuberay|jobset] [--gpus_per_node=N] [--image=X] [--to=FILE]",
+    ),
     "ray": SmallCommand(
         "A run on a Ray cluster",
         "funrl ray [--nodes=N] [--address=X] [--timeout=MINUTES] [--shutdown_timeout=SECONDS] -- NAME ...",

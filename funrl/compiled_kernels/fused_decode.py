@@ -7,6 +7,7 @@ kernels of `gpu_kernels.decode_kernels`, each an operator; on a CPU an operator 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.exact.aligned import aligned_kernels
 from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_aligned
 from funrl.compiled_kernels.exact.registration import operator
+from funrl.compiled_kernels.float8 import RowScaled, float8_format, round_rows, scaled_product
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.norm import rms_norm_reference
 from funrl.compiled_kernels.paged_attention import kernel_for
@@ -32,21 +34,26 @@ _MOST_PARTS = 8
 _PROGRAMS = 264  # two for each processor of an H200
 QKV = ("q", "k", "v")
 GATE_UP = ("gate", "up")
+_ROUNDINGS = 4  # to 16 bits, one after the other, that kernels and references do not share
+_TRIED = 1e-4  # error that a trial lets pass
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer; products as matrices [in, out], which share memory with the model's own weights."""
+    """Weights of one layer; products as matrices [in, out], which share memory with the model's own weights.
+
+    Those in 8 bits are matrices [out, in].
+    """
 
     attn_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | RowScaled
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Tensor | RowScaled
     o_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | RowScaled
+    down: Tensor | RowScaled
 
 
 class FusedDecoder:
@@ -114,32 +121,44 @@ def fused_problem(sizes: StepSizes | str, dtype: torch.dtype, device: torch.devi
         return f"decoding by fused kernels is in 16 bits, not in {dtype}"
     if kernel_for(device.type, dtype, sizes.head, page) is None:
         return f"no kernel attends over pages of {page} tokens with heads of {sizes.head}"
-    return None if kernels_run(fused_decode_error) else "the fused kernels do not run on this GPU"
+    return None if kernels_run(trial_in(dtype)) else "the fused kernels do not run on this GPU"
 
 
 def _stack_layer(layer: Mapping[str, Any]) -> LayerWeights:
     """The weights of a layer as matrices; in its dicts the stacked ones become parts of one tensor each."""
-    attn: dict[str, Tensor] = layer["attn"]
-    mlp: dict[str, Tensor] = layer["mlp"]
+    attn: dict[str, Any] = layer["attn"]
+    mlp: dict[str, Any] = layer["mlp"]
     inner = attn["q"].shape[-1]
     bias = tuple(f"{name}_bias" for name in QKV)
     vectors = {name: attn[name].detach() for name in ("q_norm", "k_norm", "o_bias") if name in attn}
     return LayerWeights(
         attn_norm=layer["attn_norm"].detach(),
-        qkv=_stack(attn, QKV, inner).T,
+        qkv=_matrix(_stack(attn, QKV, inner)),
         qkv_bias=_stack(attn, bias, 1).flatten() if bias[0] in attn else None,
         q_norm=vectors.get("q_norm"),
         k_norm=vectors.get("k_norm"),
-        o=attn["o"].detach().flatten(1).T,
+        o=_matrix(attn["o"]),
         o_bias=vectors.get("o_bias"),
         mlp_norm=layer["mlp_norm"].detach(),
-        gate_up=_stack(mlp, GATE_UP, inner).T,
-        down=mlp["down"].detach().contiguous().T,
+        gate_up=_matrix(_stack(mlp, GATE_UP, inner)),
+        down=_matrix(mlp["down"]),
     )
 
 
-def _stack(part: dict[str, Tensor], names: tuple[str, ...], inner: int) -> Tensor:
+def _matrix(weight: Tensor | RowScaled) -> Tensor | RowScaled:
+    """A weight whose first dim is that of its outputs, as a matrix."""
+    if isinstance(weight, RowScaled):
+        return RowScaled(weight.values.flatten(1), weight.scales)
+    return weight.detach().flatten(1).contiguous().T
+
+
+def _stack(part: dict[str, Any], names: tuple[str, ...], inner: int) -> Any:
     """Weights of a part of a layer as one matrix of `inner` columns, whose rows they then are."""
+    if isinstance(part[names[0]], RowScaled):
+        values, scales = ({name: getattr(part[name], field) for name in names} for field in RowScaled._fields)
+        whole = RowScaled(_stack(values, names, inner), _stack(scales, names, 1).flatten())
+        part |= {name: RowScaled(values[name], scales[name]) for name in names}
+        return whole
     matrices = [part[name].detach().reshape(-1, inner) for name in names]
     whole = torch.cat(matrices)
     for name, rows in zip(names, whole.split([len(x) for x in matrices]), strict=True):
@@ -147,8 +166,11 @@ def _stack(part: dict[str, Tensor], names: tuple[str, ...], inner: int) -> Tenso
     return whole
 
 
-def _product(x_BK: Tensor, weight_KM: Tensor) -> Tensor:
-    """x weight, [B, M]; of few rows in parts [P, B, M] float32 whose sum it is."""
+def _product(x_BK: Tensor, weight_KM: Tensor | RowScaled) -> Tensor:
+    """x weight, [B, M]; of few rows, unless it is in 8 bits, in parts [P, B, M] float32 whose sum it is."""
+    if isinstance(weight_KM, RowScaled):
+        rounded_BK, scale_B = _rounded_rows(x_BK, weight_KM.form)
+        return scaled_product(rounded_BK, scale_B, weight_KM, x_BK.dtype)
     if is_aligned(x_BK):
         return aligned_kernels().launch_product_parts(x_BK, weight_KM.T)
     return torch.mm(x_BK, weight_KM) if len(x_BK) > SPLIT_PRODUCT_ROWS else _split_product(x_BK, weight_KM)
@@ -330,6 +352,20 @@ def _(x, dtype):
     return x.new_empty(x.shape[-2], x.shape[-1] // 2, dtype=dtype)
 
 
+@operator("funrl::rounded_rows")
+def _rounded_rows(x: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    if runs_kernels(x):
+        from funrl.compiled_kernels.gpu_kernels import decode_kernels as kernels
+
+        return kernels.launch_round_rows(x, form)
+    return round_rows(x, form)
+
+
+@_rounded_rows.register_fake
+def _(x, form):
+    return x.new_empty(x.shape, dtype=form), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
 @operator("funrl::split_product")
 def _split_product(x: Tensor, weight: Tensor) -> Tensor:
     if runs_kernels(x):
@@ -361,19 +397,48 @@ def parts_for(weight_KM: Tensor) -> int:
     return max(1, min(_MOST_PARTS, _PROGRAMS // -(-M // SPLIT_TILE), K // _LEAST_SPAN))
 
 
-def fused_decode_error(device: str) -> float:
-    """Largest error of the kernels in a small call of each, beside the references on the host."""
+def rounded_rows_error(device: str) -> float:
+    """Largest error of the kernel that rounds rows to 8 bits, beside torch's operators on the host."""
+    form = float8_format(device)
+    if isinstance(form, str):
+        return torch.inf
+    x_BK = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    pairs = _rounded_rows(x_BK.to(device), form), round_rows(x_BK, form)
+    return largest_error((here.float(), there.double()) for here, there in zip(*pairs, strict=True))
+
+
+@functools.cache
+def trial_in(dtype: torch.dtype) -> Callable[[str], float]:
+    """`fused_decode_error` in a dtype."""
+
+    @functools.wraps(fused_decode_error)
+    def trial(device: str) -> float:
+        return fused_decode_error(device, dtype)
+
+    return trial
+
+
+def fused_decode_error(device: str, dtype: torch.dtype = torch.float32) -> float:
+    """Largest error of the kernels in a small call of each, beside the references in float64 on the host.
+
+    Args:
+      device: where kernels compute.
+      dtype: of weights and activations; in 16 bits the error is a share of what rounding explains, times the tolerance.
+    """
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
 
     def on(xs: Sequence[Any]) -> list[Any]:
         return [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in xs]
 
+    def widened(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
     def both(op: Any, reference: Callable, args: Sequence[Any], *written: int) -> Iterator[tuple[Tensor, Tensor]]:
         here = on(args)
-        there = [x.clone() if isinstance(x, Tensor) else x for x in args]
+        there = [widened(x) for x in args]
         results, expected = op(*here), reference(*there)
         pairs = zip(results, expected, strict=True) if isinstance(results, tuple) else [(results, expected)]
         yield from (*pairs, *((here[i], there[i]) for i in written))
@@ -385,16 +450,21 @@ def fused_decode_error(device: str) -> float:
     state = torch.arange(5), numbers, torch.arange(15, dtype=torch.int32).view(5, 3)
     rows = torch.tensor([1, 4, 0])
     begin = rows, *state, draw(5, D), frequencies(N, 1e4), 1.0, draw(D), 1e-6, 32, 3, 15
-    turns = torch.randn(2, B, N, generator=generator)
+    turns = draw(2, B, N)
     pages = draw(2, 32, 2, N), draw(2, 32, 2, N)
-    heads = draw(2, B, 7 * N), None, draw(N), draw(N), *turns, torch.tensor([40, 3, 0]), *pages, 1e-6
-    product = draw(B, 600), draw(70, 600).T / 30
-    return largest_error(
-        itertools.chain(
-            both(_begin_rows, begin_rows_reference, begin),
-            both(_rotated_heads, rotated_heads_reference, heads, 7, 8),
-            both(_add_norm, add_norm_reference, (draw(B, D), draw(B, D), draw(D), draw(D), 1e-6), 0),
-            both(_gated_halves, gated_halves_reference, (draw(2, B, 2 * D), torch.float32)),
-            [(_split_product(*on(product)).sum(0), product[0] @ product[1])],
-        )
+    heads = draw(2, B, 7 * N, dtype=torch.float32), None, draw(N), draw(N), *turns
+    heads = *heads, torch.tensor([40, 3, 0]), *pages, 1e-6
+    parts = draw(2, B, 2 * D, dtype=torch.float32)
+    product = draw(B, 600), draw(70, 600).T / 32
+    pairs = itertools.chain(
+        both(_begin_rows, begin_rows_reference, begin),
+        both(_rotated_heads, rotated_heads_reference, heads, 7, 8),
+        both(_add_norm, add_norm_reference, (draw(B, D), draw(B, D), draw(D), draw(D), 1e-6), 0),
+        both(_gated_halves, lambda x, _: gated_halves_reference(x, torch.float64), (parts, dtype)),
+        [(_split_product(*on(product)).sum(0), widened(product[0]) @ widened(product[1]))],
     )
+    if dtype.itemsize > 2:
+        return largest_error(pairs)
+    rounding = _ROUNDINGS * torch.finfo(dtype).eps
+    shares = [(x.cpu().double() - there) / (1 + there.abs()) / rounding for x, there in pairs]
+    return _TRIED * largest_error((share, torch.zeros_like(share)) for share in shares)

@@ -17,6 +17,7 @@ from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.expert_operators import exact_grouped_linear, exact_head_products
 from funrl.compiled_kernels.exact.registration import operator
+from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 
 ROW_ALIGNMENT = 16  # bytes between rows that torch's own operator needs
 _OWN_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # of torch's own operator
@@ -64,10 +65,12 @@ def head_products(x_MHK: Tensor, weight_HNK: Tensor, low: int, high: int, transp
 
 @operator("funrl::grouped_linear")
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if x.device.type == "cpu" or not _has_matrix_strides(weight):  # on a CPU the layout decides the order of sums
+        weight = weight.contiguous()
     if _has_operator(x, weight):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-        rows = torch.arange(len(x), device=x.device)
-        return torch.where((rows < ends[-1]).unsqueeze(1), out, 0)  # which the operator does not write
+        _zero_tail_(out, ends)  # which the operator does not write
+        return out
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for i, rows in enumerate(_runs(ends)):
         if rows.stop > rows.start:
@@ -101,7 +104,7 @@ class _GroupedLinear(AutogradFunction):
 
     @staticmethod
     def forward(x, weight, ends):
-        return _products(x.contiguous(), weight.contiguous(), ends)
+        return _products(x.contiguous(), weight, ends)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -133,7 +136,7 @@ def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x, weight, ends = ctx.saved_tensors
     with torch.no_grad():
         grad = grad.to(x.dtype).contiguous()
-        d_x = _products(grad, weight.transpose(1, 2).contiguous(), ends) if ctx.needs_input_grad[0] else None
+        d_x = _products(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
         d_weight = _weight_gradient(grad, x.contiguous(), ends) if ctx.needs_input_grad[1] else None
     return d_x, d_weight
 
@@ -168,6 +171,36 @@ def _has_operator(x: Tensor, other: Tensor) -> bool:
     """True where torch's own operator takes these: a dtype that it knows, and rows that are aligned."""
     aligned = all(size * x.element_size() % ROW_ALIGNMENT == 0 for size in (*x.shape[1:], *other.shape[1:]))
     return aligned and len(x) > 0 and x.dtype in _OWN_DTYPES.get(x.device.type, ())
+
+
+def _has_matrix_strides(weight: Tensor) -> bool:
+    """True where torch's own operator reads the matrices as they lie: rows or columns end to end, at aligned steps."""
+    inner, outer = sorted(weight.stride()[1:])
+    alignment = ROW_ALIGNMENT // weight.element_size()
+    return inner == 1 and outer % alignment == 0 and weight.stride(0) % alignment == 0
+
+
+def _zero_tail_(out: Tensor, ends: Tensor) -> None:
+    """Zero the rows after the last end in place, and on a GPU read and write no other row."""
+    if out.device.type == "cpu":
+        out[int(ends[-1]) :].zero_()
+    elif kernels_run(zero_tail_error):
+        from funrl.compiled_kernels.gpu_kernels.tail_kernel import launch_zero_tail
+
+        launch_zero_tail(out, ends)
+    else:
+        out.masked_fill_((torch.arange(len(out), device=out.device) >= ends[-1]).unsqueeze(1), 0)
+
+
+def zero_tail_error(device: str) -> float:
+    """Largest error of the kernel that zeroes rows, in a small call on a device; not a number where it left a row."""
+    from funrl.compiled_kernels.gpu_kernels.tail_kernel import launch_zero_tail
+
+    expected_RN = torch.zeros(7, 5)
+    expected_RN[:3] = 1.0
+    out_RN = torch.where(expected_RN == 0, torch.nan, expected_RN).to(device)
+    launch_zero_tail(out_RN, torch.tensor([1, 3], dtype=torch.int32, device=device))
+    return largest_error([(out_RN, expected_RN)])
 
 
 def _runs(ends: Tensor) -> list[slice]:

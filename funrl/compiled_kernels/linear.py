@@ -9,7 +9,10 @@ processor adds 16 numbers at once.
 
 from __future__ import annotations
 
+import functools
+import logging
 import platform
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,9 @@ from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain, ke
 from funrl.compiled_kernels.exact.operators import exact_linear
 from funrl.compiled_kernels.kernel_library import library
 
+_PROBED = "cuda"  # where products are tried
+_TOLERANCE = 1e-3  # of sums of 64 products of size 1 that are not rounded to 16 bits
+log = logging.getLogger(__name__)
 SMALLEST = 128 * 128  # elements of a weight; below it a call to oneDNN or to a kernel costs more than it gains
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 ONEDNN = torch.ops.mkldnn._linear_pointwise if _X86 and torch.backends.mkldnn.is_available() else None  # the operator
@@ -60,8 +66,16 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     return _onednn(a_MK, b_NK) if _is_for_onednn(a_MK, b_NK) else a_MK @ b_NK.T
 
 
-def sum_of_products(a_MN: Tensor, b_MK: Tensor) -> Tensor:
-    """a^T b, [N, K]: the gradient of a weight, summed over M tokens; for use inside of autograd functions."""
+def sum_of_products(a_MN: Tensor, b_MK: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """a^T b, [N, K]: the gradient of a weight, summed over M tokens; for use inside of autograd functions.
+
+    Args:
+      dtype: of the result, to which a GPU need not round; None: that of a.
+    """
+    if dtype is not None and dtype != a_MN.dtype:
+        if sums_wide(a_MN):
+            return torch.mm(a_MN.T, b_MK, out_dtype=dtype)
+        return sum_of_products(a_MN, b_MK).to(dtype)
     if torch.is_grad_enabled() or not _has_transposed_product(a_MN, b_MK):
         return a_MN.T @ b_MK
     total_NK = a_MN.new_empty(a_MN.shape[1], b_MK.shape[1])
@@ -71,12 +85,58 @@ def sum_of_products(a_MN: Tensor, b_MK: Tensor) -> Tensor:
 
 def add_products_(total_NK: Tensor, a_MN: Tensor, b_MK: Tensor) -> None:
     """Add a^T b to a sum, in place; for use inside of autograd functions."""
-    if total_NK.dtype != a_MN.dtype:
+    if total_NK.dtype != a_MN.dtype and sums_wide(a_MN):
+        torch.addmm(total_NK, a_MN.T, b_MK, out_dtype=total_NK.dtype, out=total_NK)
+    elif total_NK.dtype != a_MN.dtype:
         total_NK += sum_of_products(a_MN, b_MK)
     elif total_NK.is_contiguous() and _has_transposed_product(a_MN, b_MK):
         _transposed_product(a_MN, b_MK, total_NK, add=True)
     else:
         total_NK.addmm_(a_MN.T, b_MK)  # reads and writes the sum once, and nothing beside it
+
+
+def sums_wide(a: Tensor) -> bool:
+    """True of 16 bits on a GPU that adds their products to sums in float32."""
+    return a.is_cuda and a.element_size() == 2 and has_wide_sums(a.dtype)
+
+
+@functools.cache
+def has_wide_products(dtype: torch.dtype) -> bool:
+    """True if this machine's GPU sums products of 16-bit numbers in float32 results; a small one is tried."""
+    problem = _wide_problem(lambda a, b: torch.mm(a, b.T, out_dtype=torch.float32), dtype)
+    if problem is not None:
+        log.warning(
+            "logits are products in float32, which is slow: the GPU has none of %s in float32: %s", dtype, problem
+        )
+    return problem is None
+
+
+@functools.cache
+def has_wide_sums(dtype: torch.dtype) -> bool:
+    """True if this machine's GPU adds such products to float32 numbers in place; a small one is tried."""
+
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        total = torch.ones(len(a), len(b), dtype=torch.float32, device=a.device)
+        return torch.addmm(total, a, b.T, out_dtype=torch.float32, out=total) - 1
+
+    problem = _wide_problem(add, dtype)
+    if problem is not None:
+        log.warning(
+            "sums of gradients of %s take another pass: the GPU adds no products to float32: %s", dtype, problem
+        )
+    return problem is None
+
+
+def _wide_problem(multiply: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> str | None:
+    """Reason why a b^T in float32 is not to be had on this machine's GPU; None: it is."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(32, 64, generator=generator).to(dtype) for _ in range(2))
+    try:
+        wide = multiply(a.to(_PROBED), b.to(_PROBED)).cpu()
+    except (RuntimeError, NotImplementedError, TypeError) as refusal:
+        return str(refusal).partition("\n")[0]
+    error = (wide - a.double() @ b.double().T).abs().max().item()
+    return None if error < _TOLERANCE else f"results differ by {error:.2g} from the reference's"
 
 
 class _ExactProduct(AutogradFunction):

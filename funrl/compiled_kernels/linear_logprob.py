@@ -1,15 +1,14 @@
 """Log-probabilities, entropies and collision probabilities of tokens straight from hidden states.
 
 The logits [T, V] are never whole in memory: a chunk of tokens at a time, computed again in the backward pass. On CUDA
-and ROCm each of the two reads the logits once, by the kernels of `logit_rows`; a CPU goes over what its cache holds.
+and ROCm each of the two reads the logits once, by the kernels of `logit_rows`, and where the L2 cache of the device is
+large enough in blocks of columns that stay in it; a CPU goes over what its cache holds.
 Under tensor parallelism each rank holds some rows of the vocabulary, and the ranks' partial sums meet in two
 collectives.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -21,10 +20,10 @@ from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain
 from funrl.compiled_kernels.exact.operators import exact_linear
 from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilities, logit_moments
-from funrl.compiled_kernels.linear import add_products_, product
+from funrl.compiled_kernels.linear import add_products_, has_wide_products, product, sum_of_products
 from funrl.compiled_kernels.logit_rows import operators
 from funrl.compiled_kernels.logit_rows.plain import cap_slope, row_sums_, to_d_logits_
-from funrl.compiled_kernels.logit_rows.settings import RowSettings
+from funrl.compiled_kernels.logit_rows.settings import LogitBlock, RowSettings
 from funrl.compiled_kernels.packed import parts_of
 from funrl.mesh.collectives import all_gather, pmax, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -33,9 +32,6 @@ EXTRAS = ("entropy", "sum_pi_squared")
 _CACHED = 2**18  # numbers that a CPU's cache holds, some of them twice
 _CHUNKS = 4  # of tokens, at most, whose gradients of logits become one part of the weight's gradient
 WANTS = ("logp", *EXTRAS)
-_PROBED = "cuda"  # where products are tried
-_TOLERANCE = 1e-3  # of sums of 64 products of size 1 that are not rounded to 16 bits
-log = logging.getLogger(__name__)
 
 
 class TokenScores(NamedTuple):
@@ -195,24 +191,6 @@ def _products(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
     return hidden_TD.float() @ unembed_VD.T.float()
 
 
-@functools.cache
-def has_wide_products(dtype: torch.dtype) -> bool:
-    """True if this machine's GPU sums products of 16-bit numbers in float32 results; a small one is tried."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(32, 64, generator=generator).to(dtype) for _ in range(2))
-    try:
-        wide = torch.mm(a.to(_PROBED), b.to(_PROBED).T, out_dtype=torch.float32).cpu()
-        error = (wide - a.double() @ b.double().T).abs().max().item()
-        problem = None if error < _TOLERANCE else f"results differ by {error:.2g} from the reference's"
-    except (RuntimeError, NotImplementedError, TypeError) as refusal:
-        problem = str(refusal).partition("\n")[0]
-    if problem is not None:
-        log.warning(
-            "logits are products in float32, which is slow: the GPU has none of %s in float32: %s", dtype, problem
-        )
-    return problem is None
-
-
 class _LinearLogprob(AutogradFunction):
     """(logp [T, N], those of `extras`, the logarithm of the normalizer [T]); the last has no gradient."""
 
@@ -222,11 +200,15 @@ class _LinearLogprob(AutogradFunction):
         if computes_exactly(hidden_TD, unembed_VD):
             options = _ExactOptions(mesh, temperature, chunk, extras, cap)
             return _exact_scores(hidden_TD, unembed_VD, row_TN, mine_TN, options)
-        parts = [
-            _sums(h, unembed_VD, row, temperature, extras, cap)
-            for h, row in zip(hidden_TD.split(chunk), row_TN.split(chunk), strict=True)
-        ]
-        top_T, picked_TN, sum_T, *more = (torch.cat(part) for part in zip(*parts, strict=True))
+        if operators.by_kernels(hidden_TD):
+            settings = _settings(temperature, cap, extras)
+            top_T, picked_TN, sum_T, *more = _kernel_sums(hidden_TD, unembed_VD, row_TN, chunk, settings)
+        else:
+            parts = [
+                _plain_sums(h, unembed_VD, row, temperature, extras, cap)
+                for h, row in zip(hidden_TD.split(chunk), row_TN.split(chunk), strict=True)
+            ]
+            top_T, picked_TN, sum_T, *more = (torch.cat(part) for part in zip(*parts, strict=True))
         # From this rank's maximum to that of all: shift what was taken relative to it.
         most_T = pmax(top_T, mesh, "tensor")
         shift_T = top_T - most_T
@@ -263,16 +245,21 @@ class _LinearLogprob(AutogradFunction):
         upstream = _Upstream(*_local(ids_TN, unembed_VD, mesh), normalizer_T, results, given, temperature, cap)
         d_hidden = []
         d_unembed = None
-        if ctx.needs_input_grad[1]:
+        kernels = operators.by_kernels(hidden_TD)
+        parts = list(_parts(hidden_TD, chunk, normalizer_T.dtype))
+        if ctx.needs_input_grad[1] and not kernels:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
 
-        d_logits_of = _kernel_d_logits if operators.by_kernels(hidden_TD) else _plain_d_logits
-        for part in _parts(hidden_TD, chunk, normalizer_T.dtype):
+        d_logits_of = _kernel_d_logits if kernels else _plain_d_logits
+        for part in parts:
             d_logits = d_logits_of(hidden_TD, unembed_VD, upstream, part, chunk)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_logits, unembed_VD.T))
             if d_unembed is not None:
                 add_products_(d_unembed, d_logits, hidden_TD[part])
+            elif ctx.needs_input_grad[1]:  # of one part it is rounded once, by the product itself
+                wide = None if len(parts) == 1 else normalizer_T.dtype
+                d_unembed = sum_of_products(d_logits, hidden_TD[part], wide)
             del d_logits  # before the next ones are made
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
@@ -323,16 +310,20 @@ def _plain_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream, 
 
 
 def _kernel_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream, part: slice, chunk: int) -> Tensor:
-    """`_plain_d_logits` by one read of the logits of each chunk and one write of their gradients."""
+    """`_plain_d_logits` by one read of each block of logits and one write of its gradients."""
     given = upstream.of(part)
     facts_P6 = operators.row_facts(given.normalizer_T, given.results, given.grads)
     grad_PN = torch.where(given.mine_TN, given.grads["logp"], 0) if "logp" in given.grads else facts_P6[:, :0]
-    row_PN = given.row_TN[:, : grad_PN.shape[1]]
+    row_PN = given.row_TN[:, : grad_PN.shape[1]].contiguous()
     settings = _settings(given.temperature, given.cap, given.grads)
     d_PV = unembed_VD.new_empty(len(row_PN), len(unembed_VD), dtype=hidden_TD.dtype)
-    chunks = (x.split(chunk) for x in (d_PV, hidden_TD[part], row_PN, grad_PN, facts_P6))
-    for d_CV, hidden_CD, row_CN, grad_CN, facts_C6 in zip(*chunks, strict=True):
-        operators.logit_gradients(d_CV, _products(hidden_CD, unembed_VD), row_CN, grad_CN, facts_C6, settings)
+    chunks = [x.split(chunk) for x in (hidden_TD[part], row_PN, grad_PN, facts_P6)]
+    for columns in operators.column_blocks(min(chunk, len(row_PN)), len(unembed_VD), unembed_VD.device):
+        unembed_BD = unembed_VD[columns]
+        for d_CB, hidden_CD, row_CN, grad_CN, facts_C6 in zip(d_PV[:, columns].split(chunk), *chunks, strict=True):
+            block = LogitBlock(_products(hidden_CD, unembed_BD), row_CN, columns.start)
+            operators.logit_gradients(d_CB, block, grad_CN, facts_C6, settings)
+            del block  # the next one takes its memory, of which the cache has a copy
     return d_PV
 
 
@@ -434,7 +425,24 @@ def _cached(x_CV: Tensor) -> Iterator[tuple[int, Tensor]]:
     return ((low, x_CV[low : low + step]) for low in range(0, max(1, len(x_CV)), step))
 
 
-def _sums(
+def _kernel_sums(
+    hidden_TD: Tensor, unembed_VD: Tensor, row_TN: Tensor, chunk: int, settings: RowSettings
+) -> list[Tensor]:
+    """`_plain_sums` of all tokens by one read of each block of logits, while the L2 cache has it."""
+    T, V = len(hidden_TD), len(unembed_VD)
+    sums_TS, picked_TN = operators.empty_row_sums(T, row_TN.shape[1], settings, hidden_TD.device)
+    chunks = [x.split(chunk) for x in (sums_TS, picked_TN, hidden_TD, row_TN.contiguous())]
+    for columns in operators.column_blocks(min(chunk, T), V, unembed_VD.device):
+        unembed_BD = unembed_VD[columns]
+        for sums_CS, picked_CN, hidden_CD, row_CN in zip(*chunks, strict=True):
+            block = LogitBlock(_products(hidden_CD, unembed_BD), row_CN, columns.start)
+            operators.add_row_sums_(sums_CS, picked_CN, block, settings)
+            del block  # the next one takes its memory, of which the cache has a copy
+    top_T, *sums = sums_TS.unbind(1)
+    return [top_T, picked_TN.sub_(top_T[:, None]), *sums]
+
+
+def _plain_sums(
     hidden_CD: Tensor,
     unembed_VD: Tensor,
     row_CN: Tensor,
@@ -443,12 +451,6 @@ def _sums(
     cap: float | None,
 ) -> list[Tensor]:
     """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; of the extras sum x e^x, sum e^2x."""
-    if operators.by_kernels(hidden_CD):
-        logits_CV = _products(hidden_CD, unembed_VD)
-        settings = _settings(temperature, cap, extras)
-        sums_CS, picked_CN = operators.logit_row_sums(logits_CV, row_CN, settings)
-        top_C, *sums = sums_CS.unbind(1)
-        return [top_C, picked_CN, *sums]
     x_CV = _tempered(hidden_CD, unembed_VD, temperature, cap)
     parts = [row_sums_(x_RV, row_CN[low : low + len(x_RV)], extras) for low, x_RV in _cached(x_CV)]
     return parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]

@@ -40,8 +40,15 @@ struct TileEnds {
   int pass, passes;      // over the same weights
 };
 
+// Fetches memory that one pass will read soon, or several passes will read later.
+INLINE void fetch(const char* from, bool once) {
+  if (once) __builtin_prefetch(from);
+  else __builtin_prefetch(from, 0, 2);  // past the first cache, which has too few lines on their way for a whole chunk
+}
+
 // y[ROWS, SUMS registers] (+)= x[ROWS, count] w[count, SUMS registers]: all or some columns of a panel. Meanwhile it
-// fetches its share of the next chunk. From a term of x to the next are TERM numbers.
+// fetches its share of the next chunk, or where there are several passes of the one after it. From a term of x to the
+// next are TERM numbers.
 template <class T, int ROWS, int SUMS, int TERM>
 void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileEnds ends) {
   using P = Product<T>;
@@ -49,12 +56,13 @@ void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileE
   typename P::Sum sum[ROWS][SUMS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int j = 0; j < SUMS; j++) sum[r][j] = typename P::Sum{};
-  const T* next = w + (int64_t)count * PANEL;
+  const bool once = ends.passes == 1;
+  const T* next = w + (int64_t)(once ? 1 : 2) * count * PANEL;
   for (int k = 0; k < count; k += P::terms, w += PANEL * P::terms) {
     if (ends.pass-- == 0) {
       ends.pass = ends.passes - 1;
       UNROLL for (int i = 0; i < SUMS * (int)sizeof(Native); i += LINE)
-        __builtin_prefetch((const char*)(next + k * PANEL) + i);
+        fetch((const char*)(next + k * PANEL) + i, once);
     }
     typename P::Weights weights[SUMS];
     UNROLL for (int j = 0; j < SUMS; j++) weights[j] = P::weights(w + j * P::width * P::terms);

@@ -34,7 +34,7 @@ from funrl.compiled_kernels.packed import AttentionOptions, sequence_attention
 
 _aten = torch.ops.aten
 _BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
-_KNOWN = WeakTensorKeyDictionary()  # offsets -> their version, and themselves on the host
+_KNOWN = WeakTensorKeyDictionary()  # offsets -> their version and runs
 _BOUNDS = WeakTensorKeyDictionary()  # offsets -> their `SegmentBounds`
 _MATRIX_TOKENS = 4096  # of short segments that are computed together by a whole matrix of weights
 
@@ -178,24 +178,23 @@ def planned_segments(offsets: Tensor, longest: int) -> tuple[Tensor, int]:
     return offsets[: segments + 1], min(longest, bounds.longest)
 
 
-def _on_host(offsets: Tensor) -> np.ndarray:
-    """Offsets as the host reads them: it waits for the device once, and not in each layer and direction again."""
+def _runs(offsets: Tensor) -> list[tuple[int, int, int]]:
+    """Neighbouring segments of one length, less empty ones: their first token, their number and their length.
+
+    The host waits for the device once, and not in each layer and direction again.
+    """
     version = 0 if offsets.is_inference() else offsets._version
     known = _KNOWN.get(offsets)
     if known is None or known[0] != version:
-        known = _KNOWN[offsets] = (version, offsets.cpu().numpy())
+        ends = offsets.cpu().numpy()
+        lengths = np.diff(ends)
+        begins = ends[:-1][lengths > 0]
+        lengths = lengths[lengths > 0]
+        first = np.flatnonzero(np.diff(lengths, prepend=0))
+        counts = np.diff(first, append=len(lengths))
+        runs = list(zip(begins[first].tolist(), counts.tolist(), lengths[first].tolist(), strict=True))
+        known = _KNOWN[offsets] = (version, runs)
     return known[1]
-
-
-def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring segments of one length, less empty ones: their first token, their number and their length."""
-    ends = _on_host(offsets)
-    lengths = np.diff(ends)
-    begins = ends[:-1][lengths > 0]
-    lengths = lengths[lengths > 0]
-    first = np.flatnonzero(np.diff(lengths, prepend=0))
-    counts = np.diff(first, append=len(lengths))
-    yield from zip(begins[first].tolist(), counts.tolist(), lengths[first].tolist(), strict=True)
 
 
 # Flat arguments here, in kernels and in fakes: torch.library takes tensors and numbers, no records.

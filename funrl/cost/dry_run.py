@@ -60,6 +60,7 @@ from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.mesh.rows import row_indices, token_bytes
 from funrl.models import Model
 from funrl.models.errors import ModelError
+from funrl.models.float8_weights import quantized_bytes
 from funrl.models.huggingface import directories as hf
 from funrl.models.lora import added_adapters, trained_part
 from funrl.models.vision.model import model_of_config
@@ -108,7 +109,12 @@ def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, f
     leaves = ((nbytes, is_shared) for _, nbytes, is_shared in _leaves(job, parts, generator))
     for nbytes, is_shared in itertools.chain(leaves, _base_leaves(job, generator)):
         own, shared = (own, shared + nbytes) if is_shared else (own + nbytes, shared)
-    return own, shared
+    return own + _float8_bytes(job, generator.whole.weights.layouts), shared
+
+
+def _float8_bytes(job: Job, layouts: trees.Tree) -> float:
+    """Bytes of an engine's quantized weights, which are beside those in these layouts that it was given."""
+    return quantized_bytes(layouts) if job.settings.engines.float8 else 0.0
 
 
 def agent_bytes(job: Job, parts: Parts, pool: str = "") -> float:
@@ -123,7 +129,8 @@ def agent_bytes(job: Job, parts: Parts, pool: str = "") -> float:
     if not isinstance(parts, GeneratingParts):
         return nbytes
     engines = parts.generator.further.values()
-    return nbytes + sum(_local_bytes(engine.weights.layouts, job.dtype) for engine in engines)
+    forms = [engine.weights.layouts for engine in engines]
+    return nbytes + sum(_local_bytes(layouts, job.dtype) + _float8_bytes(job, layouts) for layouts in forms)
 
 
 def _local_bytes(layouts: trees.Tree, dtype: torch.dtype) -> float:
@@ -165,14 +172,14 @@ def verifying(job: Job, parts: Parts, generator: Generator, resting: dict[str, f
 def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
     """Boxes of each weight in a sync's plan before and after it, its bytes in the engine, and whether it is shared.
 
-    A shared weight is the trainer's own tensor.
+    A shared weight is the trainer's own tensor, or the copy of it in the dtype to compute in.
     """
     plan = generator.to_engine
     merged = offload.made_weights(parts)
     own = job.initial_dtype if generator.base is None else job.master
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
-        yield (has.old, has.new), nbytes, has.old == has.new and dtype == own and name not in merged
+        yield (has.old, has.new), nbytes, has.old == has.new and dtype in (own, job.dtype) and name not in merged
 
 
 def _base_leaves(job: Job, generator: Generator) -> Iterator[tuple[int, bool]]:
@@ -281,6 +288,7 @@ def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str,
         "tokenizer",
         "files",
         f"the evaluation every {settings.evaluation.eval_every} steps",
+        *["the gain of --rollout_dtype=float8, as products are counted in 16 bits"] * settings.engines.float8,
     ]
     if job.algorithm.filter is not None and settings.sampling.max_refills > 1:
         out.append(

@@ -361,7 +361,6 @@ def placed_seconds(pools: dict[str, float], moved: dict[str, float], overlaps: b
 
 
 DEFAULT = "h100"
-ONE_GENERATOR = "generate:1"  # in place of generators on Ray
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence[str] = ()) -> str:
@@ -384,7 +383,7 @@ def _reported(
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
     hardware = HARDWARE[str(settings.estimate.hardware)]
     if settings.devices.generators is not None:
-        return _ray_report(settings, compose)
+        return _ray_report(settings, compose, meshes.text(settings.devices.generators.sizes))
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
     work = RankWork(tokens, hardware)
@@ -413,14 +412,17 @@ def _reported(
     return text if note is None else f"{note}\n\n{text}", numbers
 
 
-def _ray_report(settings: Settings, compose: Callable[[], Algorithm]) -> tuple[str, dict[str, object]]:
+def _ray_report(settings: Settings, compose: Callable[[], Algorithm], generator: str) -> tuple[str, dict[str, object]]:
     """Dry run of trainer ranks, and of one generator on Ray that writes all rows.
+
+    Args:
+      generator: mesh of it.
 
     Raises:
       ValueError: a flag cannot work.
     """
     check_settings(settings)
-    place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"
+    place = f"train:{meshes.text(settings.devices.train.chosen)} generate:{generator}"
     text, numbers = _reported(with_flags(settings, place=place, mesh="dp1"), compose, ())
     note = f"--place={settings.devices.place}: with one generator, which writes all rows"
     return f"{note}; n of them take an n-th of its time\n\n{text}", numbers | {"place": settings.devices.place}

@@ -213,6 +213,19 @@ def _single(device: str) -> Iterator[Mesh]:
 
 
 @contextlib.contextmanager
+def join_mesh(sizes: Mapping[str, int], rank: int, device: str, client: Any, timeout: timedelta) -> Iterator[Mesh]:
+    """The mesh of processes of this machine that have clients of one store; one that fails leaves it at once."""
+    own = _Rank(rank, rank, Mesh(dict(sizes)).world)
+    try:
+        with _process_group(dict(sizes), own, device, client, timeout) as mesh:
+            yield mesh
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+@contextlib.contextmanager
 def _process_group(sizes: dict[str, int], own: _Rank, device: str, client: Any, timeout: timedelta) -> Iterator[Mesh]:
     """The mesh of all ranks as one of them sees it, with a process group for every combination of its axes.
 

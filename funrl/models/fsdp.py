@@ -45,7 +45,7 @@ from funrl.models.gather_buffers import (
     start_scatter,
     whole_of,
 )
-from funrl.models.weight_dtypes import cast_weights, weight_dtype
+from funrl.models.weight_dtypes import cast_weight, cast_weights, weight_dtype
 
 
 class GatheredGroup(NamedTuple):
@@ -303,7 +303,7 @@ class GatherSchedule:
 
         def value(name: str, x: Tensor, place: BufferPlace | None) -> Tensor:
             if place is None:
-                return x.to(weight_dtype(name, group.dtypes.compute))
+                return cast_weight(x, weight_dtype(name, group.dtypes.compute))
             bucket = group.buffers.buckets[place.bucket]
             return next(trained) if bucket.trained else whole_of(landed[place.bucket], place, bucket)
 

@@ -26,6 +26,7 @@ from funrl.mesh import collectives
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.message_sizes import LARGEST_BYTES, message_bytes
 from funrl.mesh.rules import Layout, gather_axes
+from funrl.models.weight_dtypes import narrow_weight
 
 ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
 # Elements of a shard from which on it is a message of its own. For less, latency counts more than a copy: with gloo 7
@@ -234,8 +235,9 @@ def pack_shards(shards: list[Tensor], buffers: Buffers, dtype: torch.dtype) -> l
     flats: list[Tensor] = []
     slots: list[Tensor] = []
     copied: list[Tensor] = []
+    shards = [narrow_weight(x.detach(), dtype) for x in shards]
     for bucket in buffers.buckets:
-        first = shards[bucket.leaves[0]].detach()
+        first = shards[bucket.leaves[0]]
         if _fills(first, bucket.elements, dtype):
             flats.append(first.view(-1))
             continue
@@ -244,7 +246,7 @@ def pack_shards(shards: list[Tensor], buffers: Buffers, dtype: torch.dtype) -> l
         flats.append((torch.empty if full else torch.zeros)(bucket.elements, dtype=dtype, device=first.device))
         for leaf, place in places:
             slots.append(slot(flats[-1], place, tuple(shards[leaf].shape)))
-            copied.append(shards[leaf].detach())
+            copied.append(shards[leaf])
     if slots:
         torch._foreach_copy_(slots, copied)
     return flats

@@ -70,7 +70,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
 def full_rank(model: Model, targets: Collection[str]) -> int:
     """The highest rank that an adapted matrix of a model can have."""
     named = ((name.rsplit("/", 1)[-1], x.shape) for name, x in trees.named(model.shapes))
-    splits = ((shape, _out_dims(name, len(shape))) for name, shape in named if name in targets)
+    splits = ((shape, out_dims(name, len(shape))) for name, shape in named if name in targets)
     return max((min(math.prod(shape[:out]), math.prod(shape[out:])) for shape, out in splits), default=0)
 
 
@@ -284,16 +284,17 @@ def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[
 
 
 def _factor_shapes(rank: int, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    out = _out_dims(name, x.ndim)
+    out = out_dims(name, x.ndim)
     return torch.empty(rank, *x.shape[out:], device="meta"), torch.empty(*x.shape[:out], rank, device="meta")
 
 
 def _factor_axes(name: str, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    out = _out_dims(name, len(axes))
+    out = out_dims(name, len(axes))
     return ("rank", *axes[out:]), (*axes[:out], "rank")
 
 
-def _out_dims(name: str, dims: int) -> int:
+def out_dims(name: str, dims: int) -> int:
+    """Number of out dims of a weight of a projection, which come before its in dims."""
     return 1 if name in SUMMED else dims - 1
 
 

@@ -1,4 +1,4 @@
-"""Weights that have products of two thin factors added to them, which are never made whole."""
+"""Weights of products: plain, in 8 bits, or with products of two thin factors added, which are never made whole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.low_rank import ThinFactors, low_rank_linear
+from funrl.compiled_kernels.float8 import RowScaled, float8_linear
 from funrl.compiled_kernels.linear import linear
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
@@ -50,7 +51,7 @@ class LowRank(NamedTuple):
         return self.weight if isinstance(self.weight, Tensor) else self.weight.plain
 
 
-Weight = Tensor | LowRank
+Weight = Tensor | RowScaled | LowRank
 
 
 def multiply(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -58,6 +59,8 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     bias = None if bias is None else bias.flatten()
     if isinstance(weight, Tensor):
         return linear(x, weight.reshape(-1, x.shape[-1]), bias)
+    if isinstance(weight, RowScaled):
+        return float8_linear(x, weight, bias)
     if isinstance(weight.weight, Tensor) and weight.tokens is None:
         return low_rank_linear(x, weight.weight.reshape(-1, x.shape[-1]), weight.factors, bias)
     return add_factors(multiply(x, weight.weight, bias), linear(x, weight.a.flatten(1)), weight)
@@ -73,6 +76,8 @@ def used_by_parts(weight: Weight, mesh: Mesh) -> Weight:
     """A weight that all tensor ranks hold and each uses a part of: its gradient is the sum of theirs."""
     if isinstance(weight, Tensor):
         return pbroadcast(weight, mesh, "tensor")
+    if isinstance(weight, RowScaled):  # which has no gradient
+        return weight
     return weight._replace(b=pbroadcast(weight.b, mesh, "tensor"))
 
 
@@ -80,6 +85,8 @@ def select_rows(weight: Weight, rows: Tensor) -> Weight:
     """Some rows of the first out dim."""
     if isinstance(weight, Tensor):
         return weight.index_select(0, rows)
+    if isinstance(weight, RowScaled):
+        return weight.rows(rows)
     return weight._replace(weight=select_rows(weight.weight, rows), b=weight.b.index_select(0, rows))
 
 
@@ -93,8 +100,8 @@ def merged(weight: LowRank) -> Tensor:
 
 def computed_merged(weight: Weight, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """`compute(w)`, [N, ...], of N tokens with the merged weight that each of them has."""
-    if isinstance(weight, Tensor):
-        return compute(weight)
+    if not isinstance(weight, LowRank):
+        return compute(weight if isinstance(weight, Tensor) else weight.plain)
     own = compute(merged(weight))
     if weight.tokens is None:
         return own

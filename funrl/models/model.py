@@ -21,6 +21,7 @@ from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
 from funrl.kinds import OwnedLines
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
+from funrl.models.shared_prefixes import SharedPrefixes
 from funrl.models.token_costs import ModelCost
 
 MOST_LAYERS = 4096
@@ -141,6 +142,8 @@ class Inputs(NamedTuple):
         picture may; None: tokens see none after them.
       adapt: (weights of a part) -> the same with the factors of adapters, for parts that are no layer; None: they have
         none.
+      prefixes: of one packed row, whose layers then compute its distinct tokens alone, if the model can; the fields
+        and the results are those of the whole row. None: they compute all.
     """
 
     tokens: Tensor
@@ -157,6 +160,7 @@ class Inputs(NamedTuple):
     pictures: Any = None
     mutual_RM: Tensor | None = None
     adapt: Adapt | None = None
+    prefixes: SharedPrefixes | None = None
 
 
 class RouterLoad(NamedTuple):
@@ -338,6 +342,7 @@ class Abilities(NamedTuple):
       layer_kinds: for each layer the number of its kind; layers of one kind differ in nothing but their weights. ():
         unknown.
       constant: names of weights that never learn: buffers of transformers' modules.
+      shares_prefixes: `Inputs.prefixes` may be given.
     """
 
     cost: ModelCost
@@ -353,6 +358,7 @@ class Abilities(NamedTuple):
     unsampled: tuple[int, ...] = ()
     layer_kinds: tuple[int, ...] = ()
     constant: tuple[str, ...] = ()
+    shares_prefixes: bool = False
 
     @property
     def choices(self) -> int:

@@ -23,6 +23,7 @@ from funrl.models.errors import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.gather_buffers import GatherDtypes
 from funrl.models.model import Inputs, Layer, Model, Output, RouterLoad
+from funrl.models.shared_prefixes import SharedPrefixes, shared_prefixes
 from funrl.models.split_residual import all_tokens
 from funrl.models.value_head import HEADS
 from funrl.models.weight_dtypes import weight_dtypes
@@ -53,6 +54,8 @@ class Placed:
       layer: the function of one layer, such as a compiled one.
       replay: whether tokens go to the experts that `routes` of the batch says, where it has some.
       splits: whether the residual stream of packed rows is split over `tensor`; see `split_residual`.
+      shares_prefixes: whether layers may compute what packed rows on a CPU begin with in common once; see
+        `shared_prefixes`. A compiled layer would have one more variant.
     """
 
     model: Model
@@ -64,6 +67,7 @@ class Placed:
     replay: bool = False
     splits: bool = False
     reduce_dtype: torch.dtype | None = None
+    shares_prefixes: bool = True
 
     @property
     def partial(self) -> trees.Tree:
@@ -261,7 +265,19 @@ class Placed:
             inputs = self.model.owned.read(batch, inputs)
         if routes is not None and routers is not None and self.replay:
             inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=routers.per_token))
+        inputs = inputs._replace(prefixes=self._prefixes(inputs))
         return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
+
+    def _prefixes(self, inputs: Inputs) -> SharedPrefixes | None:
+        """The distinct tokens of a packed row, where equal tokens before two of them mean equal hidden states."""
+        if not self.shares_prefixes or not self.model.abilities.shares_prefixes or self.mesh.size(SEQUENCE) > 1:
+            return None
+        differing = (inputs.inserted, inputs.mutual_RM, inputs.axial_positions, inputs.routes)
+        if inputs.split or any(x is not None for x in differing):
+            return None
+        if inputs.offsets is None or inputs.positions is None:
+            return None
+        return shared_prefixes(inputs.tokens, inputs.positions, inputs.offsets)
 
     def _splits(self, batch: Batch) -> bool:
         """True if the residual stream of these rows is split: they are packed."""
@@ -305,6 +321,7 @@ def place(
     replay: bool = False,
     splits: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    shares_prefixes: bool = True,
 ) -> Placed:
     """A model on a mesh.
 
@@ -318,6 +335,7 @@ def place(
       replay: whether tokens go to the experts that a batch says.
       splits: whether the residual stream of packed rows is split over `tensor`.
       reduce_dtype: the dtype to sum gradients of gathered weights in; None: that of the weights.
+      shares_prefixes: as in `Placed`.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
@@ -335,6 +353,7 @@ def place(
         replay=replay,
         splits=splits,
         reduce_dtype=reduce_dtype,
+        shares_prefixes=shares_prefixes,
     )
 
 

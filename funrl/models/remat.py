@@ -28,7 +28,7 @@ _SAVED = (
     "funrl::exact_grouped_linear",
     "funrl::exact_head_products",
     "funrl::chunk_states",
-    "funrl::fla_delta_rule",
+    "funrl::delta_rule",
     "funrl::grouped_linear",
     "funrl::choose_experts",
 )

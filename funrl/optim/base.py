@@ -25,21 +25,9 @@ class Update(Protocol):
     ) -> tuple[trees.Tree, trees.Tree]: ...
 
 
-class InPlace(Protocol):
-    """(grads, state, params) -> state: gradients times `factor`, then `update`, then `apply_updates_`.
-
-    Gradients, state and parameters are donated. `norm` is that of `Update`.
-    """
-
-    def __call__(
-        self,
-        grads: trees.Tree,
-        state: trees.Tree,
-        params: trees.Tree,
-        *,
-        norm: Tensor | None = None,
-        factor: Tensor | None = None,
-    ) -> trees.Tree: ...
+# (grads, state, params, factor) -> state: gradients times `factor`, unless that is None, then `update`, then
+# `apply_updates_`; gradients, state and parameters are donated.
+InPlace = Callable[[trees.Tree, trees.Tree, trees.Tree, Tensor | None], trees.Tree]
 
 
 class Transformation(NamedTuple):
@@ -49,8 +37,9 @@ class Transformation(NamedTuple):
       name: the key of its state in the state of a `chain`.
       init: params -> state, a tree of tensors; it is part of the checkpoint.
       update: pure unless the factory says that it takes its arguments over.
-      factor: (grads, norm) -> the scalar that `update` multiplies gradients with in place, if that is all it does.
-      in_place: the whole step in fewer passes over memory than `update` and `apply_updates_`; None: it has no such way.
+      factor: (grads, norm) -> the scalar that `update` multiplies gradients with in place, if it does nothing before.
+      in_place: what follows the factor, in fewer passes over memory than `update` and `apply_updates_`; None: it has no
+        such way, and does nothing after the factor, where it has one.
     """
 
     name: str
@@ -83,24 +72,14 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
             norm = None
         return grads, after
 
-    factor_of = steps[0].factor if len(steps) == 2 else None
-    last = steps[-1].in_place if steps else None
-    if factor_of is None or last is None:
+    if len(steps) != 2 or steps[0].factor is None or steps[0].in_place or steps[1].factor or not steps[1].in_place:
         return Transformation(name, init, update)
+    last = steps[1].in_place
 
-    def in_place(
-        grads: trees.Tree,
-        state: trees.Tree,
-        params: trees.Tree,
-        *,
-        norm: Tensor | None = None,
-        factor: Tensor | None = None,
-    ) -> trees.Tree:
-        if factor is not None:
-            scale_(grads, factor)
-        return state | {keys[-1]: last(grads, state[keys[-1]], params, factor=factor_of(grads, norm))}
+    def in_place(grads: trees.Tree, state: trees.Tree, params: trees.Tree, factor: Tensor | None) -> trees.Tree:
+        return state | {keys[1]: last(grads, state[keys[1]], params, factor)}
 
-    return Transformation(name, init, update, in_place=in_place)
+    return Transformation(name, init, update, steps[0].factor, in_place)
 
 
 def stateful(
@@ -154,7 +133,8 @@ def step_(
     Returns: parameters and state after it.
     """
     if optimizer.in_place is not None:
-        return params, optimizer.in_place(grads, state, params, norm=norm)
+        factor = None if optimizer.factor is None else optimizer.factor(grads, norm)
+        return params, optimizer.in_place(grads, state, params, factor)
     updates, state = optimizer.update(grads, state, params, norm=norm)
     return apply_updates_(params, updates), state
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
+from funrl.compiled_kernels.exact.registration import operator
+from funrl.compiled_kernels.gpu_kernels.trials import kernels_take, largest_error
+from funrl.models.weight_dtypes import copy_to_write, mark_written
 from funrl.optim.adam import correction
 from funrl.optim.base import Transformation, apply_updates_, scale_, stateful
 from funrl.optim.recipes import adamw
@@ -32,9 +34,9 @@ def fused_adamw(
 
     `update` takes over the state, and the gradients, whose memory becomes the updates; gradients of a lower dtype
     than the moments get other memory for them. On CUDA and ROCm one Triton kernel makes one pass over all leaves, and
-    `step_` includes clipping and the new parameters in it. Elsewhere torch's operators make several over many leaves,
-    with one temporary of about 64 million elements, or of the largest leaf if that is larger. With `step_` and
-    `apply_updates_` the parameters are donated as well.
+    `step_` includes clipping, the new parameters and their copies in it. Elsewhere torch's operators make several over
+    many leaves, with one temporary of about 64 million elements, or of the largest leaf if that is larger. With `step_`
+    and `apply_updates_` the parameters are donated as well.
 
     Args: those of `adamw`.
     """
@@ -66,14 +68,7 @@ def fused_adamw(
             update_by_torch([trees.leaves(updates), *leaves], step)
         return updates, state
 
-    def in_place(
-        grads: trees.Tree,
-        state: trees.Tree,
-        params: trees.Tree,
-        *,
-        norm: Tensor | None = None,
-        factor: Tensor | None = None,
-    ) -> trees.Tree:
+    def in_place(grads: trees.Tree, state: trees.Tree, params: trees.Tree, factor: Tensor | None) -> trees.Tree:
         leaves = columns(state, params)
         if kernel_takes(trees.leaves(grads), leaves):
             step, state = advanced(state)
@@ -137,30 +132,58 @@ def update_by_kernel(columns: Sequence[list], updates: Sequence[Tensor] | None, 
 
     Args:
       columns: gradients of any floating-point dtype, mu, nu, parameters and weight decays of all leaves.
-      updates: take the updates; they may be the gradients' memory. None: parameters are updated in place.
+      updates: take the updates; they may be the gradients' memory. None: parameters are updated in place, and their
+        copies in the dtype to compute in with them.
       step: numbers of the update.
     """
-    from funrl.compiled_kernels.gpu_kernels.adamw_kernel import AdamLeaf, adamw_leaves
-
     factor = torch.ones_like(step.c1) if step.factor is None else step.factor
     numbers = (step.c1, step.c2, torch.zeros_like(step.c1) + step.rate, factor)
     facts_4 = torch.stack([x.float() for x in numbers])
-    grads, *others, decays = columns
-    leaves = map(AdamLeaf._make, zip(grads, *others, others[-1] if updates is None else updates, strict=True))
-    adamw_leaves(list(leaves), decays, facts_4, step.betas, step.eps, in_place=updates is None)
+    *tensors, decays = columns
+    params = tensors[3]
+    room = {i: copy for i, x in enumerate(params) if updates is None and (copy := copy_to_write(x)) is not None}
+    tensors += [params if updates is None else updates, list(room.values())]
+    scalars = (list(room), decays, facts_4, *step.betas, step.eps)
+    _adamw_leaves(*tensors, *scalars, updates is None)
+    if updates is None:
+        torch.autograd.graph.increment_version(params)
+        mark_written([params[i] for i in room], room.values())
+
+
+# Flat arguments: torch.library takes tensors and numbers, no records.
+@operator("funrl::adamw_leaves", mutates_args=("mu", "nu", "targets", "copies"))
+def _adamw_leaves(
+    grads: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    params: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    copied: Sequence[int],
+    decays: Sequence[float],
+    facts_4: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    in_place: bool,
+) -> None:
+    from funrl.compiled_kernels.gpu_kernels.adamw_kernel import AdamLeaf, adamw_leaves
+
+    copy_of = dict(zip(copied, copies, strict=True))
+    columns = zip(grads, mu, nu, params, targets, strict=True)
+    leaves = [AdamLeaf(*row, copy_of.get(i)) for i, row in enumerate(columns)]
+    adamw_leaves(leaves, decays, facts_4, (b1, b2), eps, in_place=in_place)
 
 
 def kernel_takes(grads: Sequence[Tensor], leaves: Sequence[list]) -> bool:
-    """True if the kernel updates these leaves: on CUDA and ROCm, with nu in float32, and all tensors end to end.
+    """True if the kernel updates these leaves: with nu in float32, and where `kernels_take` all tensors.
 
     Args:
       grads: of all leaves.
       leaves: mu, nu, parameters and weight decays of all leaves.
     """
     mu, nu, params, _ = leaves
-    if not all(v.is_cuda and v.dtype == torch.float32 for v in nu):
-        return False
-    return all(x.is_contiguous() for x in (*grads, *mu, *nu, *params)) and kernels_run(adamw_error)
+    return all(v.dtype == torch.float32 for v in nu) and kernels_take((*grads, *mu, *nu, *params), adamw_error)
 
 
 def adamw_error(device: str) -> float:
@@ -183,10 +206,12 @@ def adamw_error(device: str) -> float:
     update_by_kernel([*columns, decays], updates, step)
     for grad in applied[0]:
         grad *= 4
+    copies = [torch.empty_like(x, dtype=torch.float16) for x in applied[3]]
+    mark_written(applied[3], copies)
     update_by_kernel([*applied, decays], None, step._replace(factor=torch.tensor(0.25, device=device)))
     after = [param + update for param, update in zip(params, grads, strict=True)]
-    expected = [*grads, *mus, *nus, *mus, *nus, *after]
-    computed = [*updates, *columns[1], *columns[2], *applied[1], *applied[2], *applied[3]]
+    expected = [*grads, *mus, *nus, *mus, *nus, *after, *(x.half().cpu().double() for x in applied[3])]
+    computed = [*updates, *columns[1], *columns[2], *applied[1], *applied[2], *applied[3], *copies]
     return largest_error(zip(computed, expected, strict=True))
 
 

@@ -71,23 +71,16 @@ def masked(inner: Transformation, mask: Mask) -> Transformation:
         return _join(grads, updates), state
 
     learn_in_place = inner.in_place
-    if learn_in_place is None:
+    if learn_in_place is None or inner.factor is not None:
         return Transformation(inner.name, init, update)
 
-    def in_place(
-        grads: trees.Tree,
-        state: object,
-        params: trees.Tree,
-        *,
-        norm: Tensor | None = None,
-        factor: Tensor | None = None,
-    ) -> object:
+    def in_place(grads: trees.Tree, state: object, params: trees.Tree, factor: Tensor | None) -> object:
         chosen = mask_of(mask, params)
         others = trees.map(lambda on: not on, chosen)
         passed = _part(grads, others)
         if trees.leaves(passed):
             apply_updates_(_part(params, others), passed if factor is None else scale_(passed, factor))
-        return learn_in_place(_part(grads, chosen), state, _part(params, chosen), factor=factor)
+        return learn_in_place(_part(grads, chosen), state, _part(params, chosen), factor)
 
     return Transformation(inner.name, init, update, in_place=in_place)
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.compiled_kernels.float8 import FLOAT8
 from funrl.mesh.collectives import gather_objects, pmax, psum
 from funrl.mesh.mesh import AXES, Mesh, Ranks, coordinates
 from funrl.mesh.plan import Box
@@ -60,7 +61,7 @@ PROBE_PROMPTS = 2
 PROBE_TOKENS = 32
 PROBE_NEW_TOKENS = 8
 # Largest gap in nats that rounding explains between two programs with equal weights; see benchmarks/README.md.
-PROBE_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+PROBE_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5, FLOAT8: 1.0}
 
 
 class SyncError(RuntimeError):
@@ -100,12 +101,13 @@ def certify(
     if not probes:
         return {"sync/verified": float(whole)}
     gap = probe_gap(placed, params, engine)
-    bound = PROBE_BOUNDS[placed.dtype]
+    rounded = FLOAT8 if engine.weights.float8 else placed.dtype
+    bound = PROBE_BOUNDS[rounded]
     if not gap <= bound:
         shown = "Its weights are the trainer's" if whole else "Not all of its weights were compared"
         raise SyncError(
             f"after the sync of version {version} the engine's log-probabilities of a fixed text are up to {gap:.3g} "
-            f"nats from the trainer's; rounding in {placed.dtype} explains {bound:g}. {shown}, so what it derives from "
+            f"nats from the trainer's; rounding in {rounded} explains {bound:g}. {shown}, so what it derives from "
             "them is wrong or stale, such as packed weights or cached prefixes"
         )
     return {"sync/verified": 1.0 if whole else 0.5, "sync/probe_gap": gap}

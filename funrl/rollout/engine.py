@@ -28,6 +28,7 @@ class WeightSpec:
       streamed: whether `Engine.load` copies whole weights one by one and keeps none, so that the caller should create
         them a bucket at a time.
       adapters: whether they are the factors of an adapter alone; the engine has its base.
+      float8: whether the engine quantizes weights and activations to 8 bits for its products.
     """
 
     names: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -36,6 +37,7 @@ class WeightSpec:
     dtype: torch.dtype
     streamed: bool = False
     adapters: bool = False
+    float8: bool = False
 
     def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards of the model's weights, laid out as `layouts`, as `Engine.load` takes them."""
@@ -61,6 +63,7 @@ class EngineCost(NamedTuple):
       recomputed: tokens that were computed again: of preempted requests, and of prompts whose begin an earlier request
         had computed (`Request.computed`) and the cache did not hold any more. An engine that is not native counts none.
       cells: number of states of a fixed size in the cache, snapshots included.
+      uncaptured: passes that ran eagerly, as no pass of their kind can be captured as a CUDA graph.
     """
 
     cache_bytes: int
@@ -78,6 +81,7 @@ class EngineCost(NamedTuple):
     accepted: int = 0
     recomputed: int = 0
     cells: int = 0
+    uncaptured: int = 0
 
 
 class Engine(Protocol):

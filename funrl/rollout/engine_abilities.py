@@ -22,6 +22,7 @@ class EngineAbilities(NamedTuple):
       several_models: further models of agents are served beside the policy.
       pictures: it reads prompts with pictures.
       repeats: a request's samples have the same bits whatever requests run beside it.
+      float8: it multiplies in 8 bits (`--rollout_dtype=float8`).
       servers: it runs in servers at `--engine_url`.
       least_head: smallest size of an attention head.
     """
@@ -36,6 +37,7 @@ class EngineAbilities(NamedTuple):
     several_models: bool = False
     pictures: bool = False
     repeats: bool = False
+    float8: bool = False
     servers: bool = False
     least_head: int = 1
 
@@ -50,6 +52,7 @@ ENGINES = {  # by the value of --engine
         several_models=True,
         pictures=True,
         repeats=True,
+        float8=True,
     ),
     "vllm": EngineAbilities(tensor=True, penalties=True, pictures=True, least_head=32),
     "vllm_server": EngineAbilities(penalties=True, servers=True, least_head=32),

@@ -32,7 +32,7 @@ from funrl.trainer.settings.settings import TOKEN_MULTIPLE
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import Role, RoleState, State, weights_of
-from funrl.trainer.steps.step import present_scores
+from funrl.trainer.steps.step import present_scores, weights_to_learn
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 EXAMPLES = 8  # whose length is taken for that of all
@@ -142,7 +142,8 @@ def compile_updates(job: Job, parts: Parts, states: Mapping[str, RoleState], fro
         if role.loss is None:
             continue
         for batch in _micro_batches(job, role):
-            trees.value_and_grad(_sum_of_scores)(states[name].params, role, batch, frozen)
+            weights = weights_to_learn(role, states[name].params)
+            trees.value_and_grad(_sum_of_scores)(weights, role, batch, frozen)
 
 
 def _sum_of_scores(

@@ -14,7 +14,7 @@ BIT_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 METRIC_PHASES = {  # phase of a step -> prefixes of the metrics that it makes; the first prefix that fits counts
     "verify": ("sync/",),
     "eval": ("eval/",),
-    "score_policy": ("rollout/logprob_gap",),
+    "score_policy": ("rollout/logprob_gap", "rollout/ratio_mean", "rollout/effective_share"),
     "advantage": ("critic/advantages/", "critic/values/", "critic/returns/", "critic/vf_explained_var"),
     "update_critic": ("critic/",),
     "update_policy": ("actor/",),

@@ -46,7 +46,7 @@ from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import closed_at_end, is_skipped
 from funrl.trainer.startup import MakeSource, begin_run, first_digests, make_source
-from funrl.trainer.steps.roles import State
+from funrl.trainer.steps.roles import State, keep_copies
 from funrl.trainer.steps.step_rows import StepRecord
 from funrl.trainer.steps.sync import resumed_proof, sync
 
@@ -95,6 +95,7 @@ def train_loop(
         saved_on_failure(saver) as recoverable,
     ):
         state, evaluations = saver.resumed(state)
+        keep_copies(trainer.parts.roles, state.roles)
         if folder is not None:
             observer.began(state.step, job.provenance.inputs)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer, recoverable)

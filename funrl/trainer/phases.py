@@ -33,7 +33,7 @@ from funrl.trainer.steps.roles import State, sums_over_episodes, weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, on_cpu
-from funrl.trainer.steps.sync import begin_proof, refresh_earlier_selves, sync, wait_for_proof
+from funrl.trainer.steps.sync import begin_proof, control_metrics, refresh_earlier_selves, sync, wait_for_proof
 
 
 class Trainer(NamedTuple):
@@ -61,7 +61,9 @@ class Trainer(NamedTuple):
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
     """Rows of the next step on the ranks that score and train them, the state with the source's place, and metrics."""
     job = trainer.job
+    control_metrics(trainer.parts)  # of an evaluation, which are not the step's
     rows, source, metrics = trainer.source.next_rows(state.source, state.step + 1)
+    metrics |= control_metrics(trainer.parts)
     wait_for_proof(trainer.parts)
     rows = rows.declaring(job.algorithm.fields)
     units = rows.units(sums_over_episodes(job.algorithm.losses.values()))

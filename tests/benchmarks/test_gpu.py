@@ -21,13 +21,11 @@ def run(folder, *flags, program=BENCHMARKS / "gpu.py"):
 
 @pytest.mark.slow
 def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
-    done, rows = run(tmp_path, "--parts=kernels,train,decode,mixed,vllm")
+    done, rows = run(tmp_path, "--parts=kernels,train,decode,mixed,peer,decode-float8")
     assert done.returncode == 0, done.stderr
-    by_part = {
-        part: [row for row in rows if row["part"] == part] for part in ("kernels", "train", "decode", "mixed", "vllm")
-    }
-    assert [len(x) for x in by_part.values()] == [14, 4, 3, 2, 1]
-    measured = [row for row in rows if row["part"] != "vllm"]
+    counts = {"kernels": 14, "train": 4, "decode": 3, "mixed": 2, "peer": 1, "decode-float8": 2}
+    assert {part: sum(row["part"] == part for row in rows) for part in counts} == counts
+    measured = [row for row in rows if row["part"] != "peer"]
     assert all(row["value"] > 0 and row["bound"] > 0 and row["share"] > 0 for row in measured)
     attention = next(row for row in rows if row["name"] == "varlen attention, one row of 64, forward")
     heads, head, tokens = 2, 16, 64
@@ -39,6 +37,16 @@ def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
     text = (tmp_path / "table.md").read_text()
     assert text.count("\n| kernels | ") == 14 and "torch" in text.splitlines()[0]
     assert all(line in done.stdout for line in text.splitlines()[2:])
+
+
+@pytest.mark.slow
+def test_forms_of_log_probabilities_and_grouped_products_are_timed(tmp_path):
+    done, rows = run(tmp_path, "--parts=logprob,grouped")
+    assert done.returncode == 0, done.stderr
+    names = {part: [row["name"] for row in rows if row["part"] == part] for part in ("logprob", "grouped")}
+    assert len(names["logprob"]) == 6 and len(names["grouped"]) == 10
+    assert sum("all columns" in name for name in names["logprob"]) == 3
+    assert all(row["value"] > 0 and row["bound"] > 0 for row in rows)
 
 
 @pytest.mark.slow

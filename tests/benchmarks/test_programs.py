@@ -41,6 +41,10 @@ PROGRAMS = {  # program: its flags, and a line of its table
     ),
     "host_step": ("--rows=2 --steps=3", rf"^static +2 rows: +{NUMBER} microseconds"),
     "layer": ("--tokens=16 --embed=64 --vocab=64 --turns=1 --remat=none", rf"^compiled +{NUMBER} +{NUMBER}"),
+    "logit_blocks": (
+        "--tokens=256 --embed=64 --vocab=4096 --l2_mb=1 --processors=2",
+        rf"^\| 1024 x 512 \(taken\) \| forward \| 16 \| {NUMBER} \| {NUMBER} \| {NUMBER} \|$",
+    ),
     "long": ("--tokens=256 --ranks=2", rf"^ +256 +2 ranks +{NUMBER} +{NUMBER}$"),
     "lora": ("--layers=1 --embed=64 --rank=2", rf"^\| adapters of rank 2 \| {NUMBER} M \|"),
     "moe": ("--experts=4 --per_token=2 --embed=16 --mlp=8 --tokens=8 --rounds=1", rf"^grouped +{NUMBER}ms"),

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -240,3 +242,39 @@ def test_a_reader_of_the_output_may_leave(tmp_path):
     assert err == ""
     assert len(lines(run_dir)) == 2
     assert (run_dir / "report.html").exists()
+
+
+SLOW_REPORT = """
+import sys
+import time
+
+from funrl.cli.main import main
+from funrl.track.report import page
+
+write_report = page.write_report
+
+
+def write_slowly(run_dir):
+    time.sleep(3)
+    return write_report(run_dir)
+
+
+page.write_report = write_slowly
+sys.exit(main(["funrl", "grpo", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_first_rank_says_what_failed_after_the_others_are_gone(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_REPORT)
+    reward = "calls = []\n\n\ndef score(prompt, completion):\n    calls.append(1)\n    return 1 / (len(calls) < 15)\n"
+    (tmp_path / "reward.py").write_text(reward)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(9)))
+    flags = ["--device=cpu", "--compile=off", "--mesh=dp2", "--reward_workers=0", *SMALL, f"--run_dir={tmp_path}/run"]
+    flags += [f"--prompts={tmp_path}/prompts.jsonl", f"--reward={tmp_path}/reward.py:score", "--max_new_tokens=4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    run = subprocess.run(
+        [*torchrun, str(tmp_path / "slow.py"), *flags], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 1 and "results in" in run.stdout
+    assert "error: " in run.stderr and "division by zero" in run.stderr

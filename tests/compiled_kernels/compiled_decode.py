@@ -8,6 +8,7 @@ from funrl.compiled_kernels import fused_decode
 from funrl.compiled_kernels.gpu_kernels import decode_kernels, sampler_kernels
 from funrl.rollout.native.device import row_sampler
 
+EIGHT = "*fp8e4nv"
 HALF, FULL, WIDE, WHOLE, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 SLOTS = {"length_row": 0, "ended_row": 5}
 KERNELS = {  # types of the arguments, constants, warps; of Qwen3 1.7B
@@ -26,6 +27,7 @@ KERNELS = {  # types of the arguments, constants, warps; of Qwen3 1.7B
         {"numbers": 2048, "width": 2048, "parts": 8, "biased": True},
         8,
     ),
+    decode_kernels._round_rows: ((HALF, EIGHT, FULL, "fp32", "fp32"), {"numbers": 6144, "width": 8192}, 8),
     decode_kernels._gate: ((HALF, HALF, "i32"), {"numbers": 6144, "block": 1024, "parts": 1}, 4),
     decode_kernels._split_product: (
         (HALF, HALF, FULL, "i32", "i32", "i32", "i32"),
@@ -82,7 +84,7 @@ def compile_trials(gpu):
 
     fused_decode.runs_kernels = lambda x: True
     decode_kernels.launch_kernel = sampler_kernels.launch_kernel = compile_call
-    fused_decode.fused_decode_error("cpu")
+    fused_decode.fused_decode_error("cpu", torch.bfloat16)
     row_sampler.row_sampler_error("cpu")
     return names
 
@@ -90,6 +92,7 @@ def compile_trials(gpu):
 def compiled(kernel, gpu):
     """Assembly; on the NVIDIA GPU of a kernel that waits for the one before it."""
     types, constants, warps = KERNELS[kernel]
+    types = [kind.replace(EIGHT, "*fp8e4b8") if gpu.backend == "hip" else kind for kind in types]  # AMD's format
     pdl = gpu.backend == "cuda"
     constants = constants | {"pdl": pdl}
     names = kernel.arg_names

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from funrl.compiled_kernels.gpu_kernels import adamw_kernel, page_kernels
+from funrl.compiled_kernels.gpu_kernels import adamw_kernel, page_kernels, tail_kernel
 
 HALF, FULL, WHOLE = "*bf16", "*fp32", "*i32"
 HEADS = {"page": 256, "block": 64, "group": 2, "size": 128, "width": 128}
 ADAMW = {"grad_type": tl.bfloat16, "mu_type": tl.float32, "param_type": tl.float32, "target_type": tl.float32}
-ADAMW |= {"in_place": True, "aligned": 16, "width": 2048}
+ADAMW |= {"copy_type": tl.bfloat16, "in_place": True, "aligned": 16, "width": 2048}
+SUM = {"total_type": tl.float32, "first_type": tl.bfloat16, "second_type": tl.bfloat16, "aligned": 16, "width": 2048}
 KERNELS = {  # types of the arguments, constants, warps
     page_kernels._decode_parts: (
         (HALF, HALF, HALF, WHOLE, WHOLE, WHOLE, FULL, FULL, "i32", "i32", "fp32", "fp32", "i32"),
@@ -30,14 +31,20 @@ KERNELS = {  # types of the arguments, constants, warps
         4,
     ),
     page_kernels._write: ((HALF, HALF, HALF, HALF, "*i64", "i32", "i32"), {"numbers": 1024, "width": 1024}, 4),
+    tail_kernel._zero_tail: ((HALF, WHOLE, "i32", "i32", "i32"), {"width": 1024}, 4),
     adamw_kernel._adamw: (("*i64", FULL, WHOLE, FULL, *["fp32"] * 5), ADAMW, 4),
+    adamw_kernel._add: (("*i64", WHOLE), SUM, 4),
 }
 
 
 def compiled(kernel, gpu):
     types, constants, warps = KERNELS[kernel]
     names = kernel.arg_names
-    whole = [i for i, kind in enumerate(types) if kind.startswith("*") or names[i] in ("size", "k_stride", "v_stride")]
+    whole = [
+        i
+        for i, kind in enumerate(types)
+        if kind.startswith("*") or names[i] in ("size", "k_stride", "v_stride", "numbers")
+    ]
     source = ASTSource(
         kernel,
         dict(zip(names, (*types, *["constexpr"] * len(constants)), strict=True)),

@@ -11,8 +11,8 @@ from funrl.compiled_kernels.logit_rows import divergence_kernels, kernels
 
 GPUS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {
-    kernels._row_sums: ("*fp32", "*i64", "*fp32", "*fp32", "i32", "i32", "fp32", "fp32"),
-    kernels._d_logits: ("*fp32", "*i64", "*fp32", "*fp32", "*bf16", "*bf16", "i32", "i32", "fp32", "fp32"),
+    kernels._row_sums: ("*fp32", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "fp32", "fp32"),
+    kernels._d_logits: ("*fp32", "*i64", "*fp32", "*fp32", "*bf16", "i32", "i32", "i32", "i32", "fp32", "fp32"),
     divergence_kernels._divergence_sums: ("*fp32",) * 4 + ("i32",) + ("fp32",) * 5,
     divergence_kernels._divergence_gradients: ("*fp32",) * 3 + ("*bf16", "i32") + ("fp32",) * 5,
 }
@@ -24,7 +24,7 @@ def compiled(kernel, gpu):
     names = kernel.arg_names
     flags = {"width": kernels._WIDTH, "picks": 64, "kind": 2}
     known = {name: flags.get(name, True) for name in names[len(types) :]}
-    whole = [i for i, kind in enumerate(types) if kind.startswith("*") or names[i] == "V"]
+    whole = [i for i, kind in enumerate(types) if kind.startswith("*") or names[i] in ("V", "B", "first", "stride")]
     source = ASTSource(
         kernel,
         dict(zip(names, (*types, *["constexpr"] * len(known)), strict=True)),

@@ -12,13 +12,14 @@ from funrl.optim import fused  # noqa: F401
 
 assert "triton" not in sys.modules, "triton is imported where a kernel runs, and not before"
 import interpreted_decode  # noqa: E402
+import interpreted_experts  # noqa: E402
 import interpreted_pages  # noqa: E402
 import interpreted_rows  # noqa: E402
 
 
 def main():
     results = {}
-    for module in (interpreted_pages, interpreted_decode, interpreted_rows):
+    for module in (interpreted_pages, interpreted_decode, interpreted_experts, interpreted_rows):
         module.set_up()
         for case in module.CASES:
             results[case.__name__] = None

@@ -6,7 +6,8 @@ from funrl import optim, trees
 from funrl.compiled_kernels import paged_attention as dispatch
 from funrl.compiled_kernels.gpu_kernels import adamw_kernel, page_kernels, trials
 from funrl.compiled_kernels.paged_attention import paged_attention_reference, paging_of
-from funrl.optim import fused
+from funrl.models.weight_dtypes import narrow_weight, renew_copies
+from funrl.optim import fused, gradients
 
 PAGE = 32
 DECODING = [(1, 100), (1, 1), (1, 64), (1, 65)]
@@ -135,17 +136,43 @@ def a_step_in_place_clips_and_applies():
         learning = optim.masked(adamw, {"a": True, "b": True, "frozen": False, "empty": True})
         optimizer = optim.chain(optim.clip_by_global_norm(1.0, in_place=True), learning)
         params = {name: x.clone() for name, x in begin.items()}
+        renew_copies(params, torch.float16)
         state = optimizer.init(params)
         for step in range(3):
             grads = {name: draw(*x.shape, seed=step) for name, x in begin.items()}
             grads["frozen"].zero_()
             params, state = optim.step_(optimizer, grads, state, params, optim.global_norm(grads))
+            if takes:  # float16, which the interpreter rounds as a GPU does
+                assert torch.equal(narrow_weight(params["a"], torch.float16), params["a"].half())
+            renew_copies(params, torch.float16)
+            for x in params.values():
+                assert torch.equal(narrow_weight(x, torch.float16), x.half())
         moments = state["adamw"]["adam"]
         results.append((params, moments.mu, moments.nu, state["adamw"]["learning_rate"].count))
     for plain, kernel in zip(*map(trees.leaves, results), strict=True):
         # The interpreter cuts bfloat16 off, where a GPU rounds to the nearest: one last place a step.
         torch.testing.assert_close(plain, kernel, rtol=0.03 if plain.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     assert torch.equal(results[1][0]["frozen"], begin["frozen"]) and not torch.equal(results[1][0]["b"], begin["b"])
+
+
+def gradients_are_added_in_float32():
+    assert trials.trial_problem(gradients.gradient_sum_error) is None
+    sizes = {"a": 2100, "b": 5, "half": 48, "empty": 0}
+    params = {name: torch.zeros(n) for name, n in sizes.items()} | {"half": torch.zeros(48).bfloat16()}
+    grads = [
+        {name: draw(*x.shape, seed=seed).bfloat16() for name, x in params.items()} | {"b": draw(5, seed=seed)}
+        for seed in range(3)
+    ]
+    totals = []
+    for takes in (False, True):
+        gradients.kernels_take = lambda *_, takes=takes: takes
+        total = grads[0]
+        for more in grads[1:]:
+            total = gradients.add_gradients({**total, "half": total["half"].clone()}, more, params)
+        totals.append(total)
+    for name in ("a", "b", "empty"):
+        assert totals[1][name].dtype == torch.float32 and torch.equal(totals[0][name], totals[1][name])
+    torch.testing.assert_close(totals[0]["half"], totals[1]["half"], rtol=0.03, atol=1e-2)
 
 
 CASES = (
@@ -158,6 +185,7 @@ CASES = (
     adamw_equals_torch,
     leaves_of_any_dtype_are_updated,
     a_step_in_place_clips_and_applies,
+    gradients_are_added_in_float32,
 )
 
 

@@ -34,6 +34,8 @@ from funrl.compiled_kernels.varlen_attention import (
 )
 from funrl.mesh.simulate import gather, per_rank, simulate
 
+pytestmark = pytest.mark.versions
+
 STRUCTURES = {  # tokens of each segment, and padding behind them
     "one": ([23], 0),
     "one token each": ([1, 1, 1], 0),

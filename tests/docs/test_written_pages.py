@@ -44,6 +44,7 @@ GROUPS = (
     "update",
 )
 NOT_METRICS = {
+    "rollout/logprob_gap_counts",
     "router/counts",
     "train/device",
     "eval/1",

@@ -25,7 +25,7 @@ from funrl.mesh.rules import Layout
 from funrl.models import decoder_config, decoder_model
 from funrl.models.huggingface.names import names_of
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.versions, pytest.mark.gloo]
 
 
 def exact(whole, src, dst, mesh, bucket_bytes):

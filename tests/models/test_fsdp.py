@@ -34,7 +34,7 @@ from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.routing import Experts
 from funrl.models.model import Inputs
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.versions, pytest.mark.gloo]
 
 CONFIG = decoder_config(
     vocab=24,

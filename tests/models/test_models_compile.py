@@ -14,6 +14,8 @@ from funrl.batch import Batch
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.models import compile_layer, decoder_config, decoder_model, place, with_fields
 
+pytestmark = pytest.mark.versions
+
 CONFIG = decoder_config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
 MODEL = decoder_model(CONFIG)
 

@@ -15,6 +15,8 @@ from funrl.models import Config, Inputs, place
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.config import config_from_hf, config_to_hf
 
+pytestmark = pytest.mark.versions
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

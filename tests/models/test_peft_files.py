@@ -19,6 +19,8 @@ from funrl.models.model import Inputs, Lora
 from funrl.models.placed import inputs_of
 from funrl.models.vision.inputs import picture_inputs
 
+pytestmark = pytest.mark.versions
+
 CASES = {  # config.json, targets
     "llama": ({"model_type": "llama", "attention_bias": True}, "all-linear"),
     "qwen3": ({"model_type": "qwen3", "head_dim": 20, "tie_word_embeddings": True}, "q_proj,down_proj"),

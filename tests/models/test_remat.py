@@ -13,6 +13,8 @@ from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.routing import Experts
 from funrl.models.remat import MODES
 
+pytestmark = pytest.mark.versions
+
 CONFIG = decoder_config(vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=32, family="qwen3", qk_norm=True)
 MODEL = decoder_model(CONFIG)
 TOKENS = torch.randint(0, 24, (4, 40), generator=torch.Generator().manual_seed(2))

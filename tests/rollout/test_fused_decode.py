@@ -1,6 +1,7 @@
 """Decoding passes by fused kernels: what they compute, on a CPU by their references, and their operators."""
 
 import collections
+import functools
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from test_engine_families import CONFIGS as OTHERS
 
 from funrl import trees
 from funrl.compiled_kernels import fused_decode
-from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_decode_error, fused_problem, parts_for
+from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_problem, parts_for, trial_in
 from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
+from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import compile_layer, decoder_config, decoder_model
+from funrl.models.decoder import experts
+from funrl.models.decoder.routing import Experts
 from funrl.models.model import Lora
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device import decode_state
@@ -111,6 +115,31 @@ def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
         assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gate_and_up_of_experts_are_one_product(monkeypatch, dtype):
+    """The model's own weights become parts of one, and follow a load into the memory that captured passes read."""
+    config = decoder_config(**SMALL, experts=Experts(4, 2, 12))
+    engine, plain = (engine_of(config, dtype, packed=False, static=True) for _ in range(2))
+    backend = engine._backend
+    backend._stacks = True  # as on a GPU
+    sampling = Sampling(max_new_tokens=6)
+    products = []
+    for seed in (1, 2, 3):
+        given = weights(config, dtype, seed)
+        for item in (engine, plain):
+            item.load(item.weights.named(given), seed)
+        held, expected = (dict(trees.named(x)) for x in (dict(backend.held()), given))
+        assert held.keys() == expected.keys() and all(torch.equal(held[name], expected[name]) for name in held)
+        assert len({held[f"layers/0/mlp/expert_{name}"].untyped_storage().data_ptr() for name in ("gate", "up")}) == 1
+        got, other = (completed(item, PROMPTS, sampling) for item in (engine, plain))
+        assert_same(got, other, 1e-9 if dtype is torch.float64 else 0)
+    monkeypatch.setattr(
+        experts, "grouped_linear", lambda *args: products.append(args[1].shape) or grouped_linear(*args)
+    )
+    completed(engine, PROMPTS[:1], Sampling(max_new_tokens=1))
+    assert (4, 24, config.embed) in products and (4, 12, config.embed) not in products
+
+
 def test_weights_that_adapters_stand_on_are_not_stacked():
     config = PLAIN["llama"]
     engine = engine_of(config, torch.float64, packed=False, static=True)
@@ -167,14 +196,14 @@ def test_which_models_it_is_for(monkeypatch):
     cuda = torch.device("cuda")
     sizes = decoder_model(PLAIN["llama"]).abilities.compiled_step
     other = decoder_model(OTHERS["gemma2"]).abilities.compiled_step
-    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: True)
+    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: trial is trial_in(torch.bfloat16))
     monkeypatch.setattr(fused_decode, "kernel_for", lambda *_: None)
     assert fused_problem(other, torch.bfloat16, cuda, 256).startswith("fused decoding kernels do not take")
     assert "in 16 bits, not in torch.float32" in fused_problem(sizes, torch.float32, cuda, 256)
     assert "no kernel attends over pages of 256 tokens" in fused_problem(sizes, torch.bfloat16, cuda, 256)
     monkeypatch.setattr(fused_decode, "kernel_for", lambda *_: object())
     assert fused_problem(sizes, torch.bfloat16, cuda, 256) is None
-    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: False)
+    monkeypatch.setattr(fused_decode, "kernels_run", lambda trial: trial is trial_in(torch.float16))
     assert "do not run" in fused_problem(sizes, torch.bfloat16, cuda, 256)
 
 
@@ -189,7 +218,9 @@ def test_a_compiled_layer_is_the_models_own_and_another_one_is_not(monkeypatch, 
 
     for layer in (None, model.layer, compile_layer(model, "off", remat=remat), compile_layer(model, "on", remat=remat)):
         assert sizes_of(layer) == model.abilities.compiled_step
-    assert sizes_of(lambda *args: model.layer(*args)) is None
+    decorated = functools.wraps(model.layer)(lambda *args: model.layer(*args))
+    assert sizes_of(decorated) is None and decorated.__wrapped__ is model.layer
+    assert sizes_of(functools.wraps(compile_layer(model, "on"))(decorated)) is None
 
 
 def test_parts_occupy_a_gpu_and_divide_the_sum():
@@ -202,7 +233,8 @@ def test_parts_occupy_a_gpu_and_divide_the_sum():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_decodes_by_the_kernels():
     """Greedy completions in bfloat16, by kernels and by the model's own operators: few tokens differ by rounding."""
-    assert trial_problem(fused_decode_error) is None
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert trial_problem(trial_in(dtype)) is None
     assert trial_problem(row_sampler_error) is None
     config = decoder_config(**SMALL | {"head": 64}, family="qwen3", qk_norm=True)
     mesh = Mesh(parse("dp1"), 0, torch.device("cuda"))

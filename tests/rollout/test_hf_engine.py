@@ -11,6 +11,8 @@ from funrl.rollout.hf_engine import MOST_ROWS, hf_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
+pytestmark = pytest.mark.versions
+
 CONFIG = decoder_config(vocab=40, embed=32, layers=2, heads=4, kv_heads=2, head=8, mlp=48, max_positions=64, eos=(2,))
 MODEL = decoder_model(CONFIG)
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10]]

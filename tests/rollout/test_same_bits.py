@@ -15,7 +15,7 @@ from funrl.mesh.collectives import psum
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
 
-pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
+pytestmark = [pytest.mark.versions, pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))]
 DRAWS, QUICK = 11, 5
 MOST_DRAWS = 12  # within which a fault is found
 ON_RANKS = [("tp2", 3), ("dp2,sp2", 2)]  # meshes, numbers of draws

@@ -30,6 +30,8 @@ from funrl.rollout.native.static_decode import bucket, drafts_problem, row_bucke
 from funrl.rollout.requests import Request, request_seed, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
+pytestmark = pytest.mark.versions
+
 ROWS = (1, 2, 16)
 SLOTS, PAGES = 17, 4
 KINDS = ((0, Sampling(temperature=0.7)), (1, Sampling(top_k=5, top_p=0.9, min_p=0.01)), (2, Sampling(greedy=True)))
@@ -180,6 +182,12 @@ def test_recorded_passes_outlive_new_factors_of_an_adapter(recording):
         assert_same(complete(engine, requests), complete(plain, requests), 1e-12)
         known = dict(graphs._graphs)
         assert known
+    completed(engine, PROMPTS, SAMPLINGS[0])
+    completed(engine, PROMPTS, SAMPLINGS[0])
+    others = {form for form in graphs.keys if form.adapters == (-1,)}
+    assert others and others < set(graphs.keys)
+    engine.drop_adapter("own")
+    assert set(graphs.keys) == others, "graphs of an adapter that is gone hold its factors"
 
 
 @pytest.mark.slow
@@ -321,7 +329,8 @@ def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_logged_o
         raise RuntimeError("a synchronisation")
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
-    assert [int(functions.run("b", compute)[0]) for _ in range(3)] == [7, 8, 9]
+    assert functions.uncaptured == 0
+    assert [int(functions.run("b", compute)[0]) for _ in range(3)] == [7, 8, 9] and functions.uncaptured == 2
     assert caplog.messages == [
         "rank 0 cannot capture passes as CUDA graphs, and all compute them eagerly: a synchronisation"
     ]

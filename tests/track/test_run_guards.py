@@ -35,6 +35,7 @@ def healthy(steps=80):
                 "rollout/logprob_gap_mean": 2e-6 * (1 + 0.1 * noise),
                 "memory/host_gb": 1.5 + 0.01 * noise,
                 "partial/staleness_mean": 0.7,
+                "rollout/stale_gap_max": 2.0,
                 "rollout/effective_share": 0.2 if step == 2 else 0.95,  # one token of a large weight
             }
         )
@@ -78,7 +79,7 @@ def test_rows_that_are_too_old_are_reported_at_the_second_such_step():
     (finding,) = guards.findings(rows)
     assert finding.step == 25
     assert "0.35 nats" in finding.text and "--lr" in finding.text and "--algorithm=dppo" in finding.text
-    fresh = [{name: x for name, x in row.items() if name != "rollout/effective_share"} for row in rows]
+    fresh = [{name: x for name, x in row.items() if name != "rollout/stale_gap_max"} for row in rows]
     assert not list(guards.findings(fresh))
 
 

@@ -17,8 +17,8 @@ from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import kinds_of
 from funrl.trainer.settings.settings import SettingsError
 from funrl.trainer.steps.advantage_phase import describe
+from funrl.trainer.steps.engine_gap import engine_gap
 from funrl.trainer.steps.roles import reads_scores
-from funrl.trainer.steps.step import engine_gap
 from funrl.trainer.steps.step_rows import rows_of
 
 PROMPTS = [{"prompt": f"{n}+{n}=", "solution": str(2 * n)[::-1]} for n in range(3, 33)]

@@ -103,6 +103,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "engine_url": "trainer/test_vllm_runs.py::test_the_servers_of_a_run_are_one_for_each_data_rank",
     "engine_timeout": "trainer/test_vllm_runs.py::test_a_run_waits_for_its_server_and_names_it",
     "speculate": "trainer/test_engine_flags.py::test_drafts_take_fewer_passes_and_change_no_number",
+    "rollout_dtype": "trainer/test_float8_runs.py::test_the_engine_rounds_and_the_trainer_does_not",
     "state_snapshot_tokens": "trainer/test_engine_flags.py::test_states_are_kept_as_often_as_a_flag_says",
     "queue": "trainer/test_engine_flags.py::test_ranks_take_prompts_as_they_have_room_or_by_their_numbers",
     "eval_top_k": "trainer/test_eval_sampling.py::test_evaluation_is_drawn_from_that_distribution",

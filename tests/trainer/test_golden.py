@@ -20,6 +20,8 @@ from funrl import trees
 from funrl.api.warm_start import warm_started
 from funrl.mesh.launch import launch
 
+pytestmark = pytest.mark.versions
+
 FOLDER = Path(__file__).parent.parent / "golden"
 FILE = FOLDER / "ppo.json"
 STEPS = 5

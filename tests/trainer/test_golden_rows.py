@@ -22,6 +22,8 @@ from funrl.algos.recipes.dapo import dapo
 from funrl.mesh.launch import launch
 from funrl.rollout.episodes import Episode
 
+pytestmark = pytest.mark.versions
+
 FILE = Path(__file__).parent.parent / "golden" / "rows.json"
 STEPS = 2
 TOLERANCE = 1e-9

@@ -32,7 +32,7 @@ from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
 FORK = multiprocessing.get_context("fork")
-JOB_S = 120.0
+JOB_S = 240.0
 
 
 class Marking(Quiet):
@@ -119,14 +119,15 @@ RUNS = {  # algorithm, environment, mesh, and further settings
     "refills": (dapo, None, "dp1", {"reward": reward, "minibatches": 1, "steps": 4, "max_new_tokens": 12}),
     "greedy": (filtered_remax, None, "dp1", {"reward": reward}),
     "episodes": (GRPO, Alike, "dp2", {"steps": 2, "save_rollouts": 1}),
+    "two devices": (GRPO, None, "dp2", {"fsdp": True, "probe_sync_every": 1, "reward": reward}),
 }
 
 
 def job_of(name, run_dir, place=None):
     compose, environment, mesh, settings = RUNS[name]
-    settings = (
-        settings | {"run_dir": str(run_dir)} | ({"mesh": mesh} if place is None else {"place": f"train:{mesh} {place}"})
-    )
+    generate = {"generate_mesh": "tp2"} if name == "two devices" else {}
+    where = {"mesh": mesh} | generate if place is None else {"place": f"train:{mesh} {place}{',tp2' * len(generate)}"}
+    settings = settings | {"run_dir": str(run_dir)} | where
     if environment is not None:
         return episode_job(compose, environment(), **settings)
     return small_job(compose, **settings)
@@ -154,12 +155,15 @@ def episodes_of(run_dir):
     return sorted((file.parent.name, line) for file in files for line in file.read_text().splitlines())
 
 
-def killed_run(cluster, run_dir, events, seed=7, **settings):
-    """A run in which something is lost after some steps: "actor", "node" or "trainer"; a seed draws which actor."""
+def killed_run(cluster, run_dir, events, seed=7, place="generate:ray1-3", **settings):
+    """A run in which something is lost after some steps: "actor", "node" or "trainer"; a seed draws which actor.
+
+    Where generators have several devices, "follower" is the process of one that is not the first.
+    """
     run_dir.mkdir()
     for step in events:
         (run_dir / f"event-{step}").touch()
-    job = small_job(**settings, run_dir=str(run_dir), save_every="1", place="generate:ray1-3")
+    job = small_job(**settings, run_dir=str(run_dir), save_every="1", place=place)
     draws = random.Random(seed)
     process = FORK.Process(target=write_result, args=(job, run_dir, cluster.environment))
     process.start()
@@ -176,13 +180,14 @@ def killed_run(cluster, run_dir, events, seed=7, **settings):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.join()
                 assert wait_until(lambda: not cluster.generators(), 30)
-                job = small_job(**settings, run_dir=str(run_dir), save_every="1", place="generate:ray1-3", resume=True)
+                job = small_job(**settings, run_dir=str(run_dir), save_every="1", place=place, resume=True)
                 process = FORK.Process(target=write_result, args=(job, run_dir, cluster.environment))
                 process.start()
             else:
                 generators = wait_until(cluster.generators, JOB_S)
+                newest = max(generators)  # which the first process of a generator has started
                 with contextlib.suppress(OSError):
-                    os.kill(draws.choice(generators), signal.SIGKILL)
+                    os.kill(newest if event == "follower" else draws.choice(generators), signal.SIGKILL)
         process.join(JOB_S)
         assert process.exitcode == 0
     finally:
@@ -219,6 +224,17 @@ def test_runs_that_lose_generators_a_node_and_the_trainer_end_as_if_nothing_was_
 
 
 @on_ray
+def test_a_generator_that_loses_one_of_its_devices_is_replaced(ray_cluster, tmp_path):
+    settings = {"compose": rollout_is, "steps": 5, "minibatches": 1}
+    _, _, own = trained(small_job(**settings, generate_mesh="dp1"), tmp_path / "plain", ray_cluster)
+    events = {1: "follower", 3: "actor"}
+    _, observer, weights = killed_run(ray_cluster, tmp_path / "run", events, place="generate:ray1,tp2", **settings)
+    assert sum("is lost: " in note for note in observer.notes) == 2
+    for x, y in zip(trees.leaves(weights), trees.leaves(own), strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=1e-9)
+
+
+@on_ray
 def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("funrl.rollout.ray.link.SHORT_S", 0.5)
     job = small_job(GRPO, place="generate:ray9")
@@ -245,6 +261,7 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
         ({"place": "generate:join"}, "write generate:ray1-8"),
         ({"place": "generate:ray"}, "'generate:ray' is not a number of generators"),
         ({"place": "generate:ray4-2"}, "'generate:ray4-2' is not a number of generators"),
+        ({"place": "generate:ray2,tp0"}, "'generate:ray2,tp0' is not a number of generators"),
         ({"place": "train:dp2@0,2 generate:ray2"}, "generators on Ray are no ranks of this run"),
         ({"place": "train:dp2 generate:ray2 generate:2"}, "the pool 'generate' is given twice"),
     ],

@@ -33,6 +33,8 @@ from funrl.trainer.storage.shards import (
     read_tensors,
 )
 
+pytestmark = pytest.mark.versions
+
 RULES = {
     "rows": ("data", "tensor"),
     "columns": "tensor",

@@ -7,23 +7,29 @@ Each value head has a state S [N, M], zero before the first token of a sequence.
     o_t = S^T q_t                              read
 
 `gated_delta_rule` computes chunks of `CHUNK_TOKENS` tokens with matrix products and goes from chunk to chunk in a loop,
-in time and memory linear in the tokens. All shapes are static: where sequences begin is data.
+in time and memory linear in the tokens. All shapes are static: where sequences begin is data. On a GPU 16-bit numbers
+are for Triton kernels (`kernels`, beside this file) where a trial shows that they compute the same.
 
 References: Yang et al., 2024, https://arxiv.org/abs/2412.06464
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from funrl.autograd import AutogradFunction
+from funrl.compiled_kernels.delta_rule.operators import LARGEST_DELTA_HEAD, chunked_delta_rule
 from funrl.compiled_kernels.exact.registration import operator
+from funrl.compiled_kernels.gpu_kernels.trials import kernels_run
 
 CHUNK_TOKENS = 64
+_TOLERANCE = 2e-2  # of results and gradients in 16 bits, by their norms
 
 
 def gated_delta_rule(
@@ -37,7 +43,7 @@ def gated_delta_rule(
     """The gated delta rule over rows of sequences.
 
     The products of a chunk's updates are condensed by one triangular system (the UT transform). States and products
-    are in float32 or wider.
+    are in float32 or wider; the kernels' products are of 16-bit factors, queries and keys included.
 
     Args:
       q_BTKN, k_BTKN: queries and keys, scaled as they are to be used; K divides H, and key head h // (H / K) serves
@@ -49,6 +55,11 @@ def gated_delta_rule(
 
     Returns: [B, T, H, M] in the dtype of v; differentiable once.
     """
+    if _by_kernels(v_BTHM, k_BTKN.shape[-1], v_BTHM.shape[-1]):
+        heads = q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH
+        B, _, H, M = v_BTHM.shape
+        first_BHNM = v_BTHM.new_zeros(B, H, k_BTKN.shape[-1], M, dtype=torch.float32)
+        return chunked_delta_rule(heads, segments_BT, first_BHNM)[0]
     parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
     values, states = _ChunkStates.apply(parts.updates, parts.readers, parts.keys, parts.whole, None)
     return read_chunks(parts, values, states)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
@@ -69,6 +80,10 @@ def continue_delta_rule(
         q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH = (x[:, 0].to(state_BHNM.dtype) for x in inputs)
         out_BHM, state_BHNM = _one_token(q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH, state_BHNM)
         return out_BHM.unsqueeze(1).to(v_BTHM.dtype), state_BHNM
+    if _by_kernels(v_BTHM, k_BTKN.shape[-1], v_BTHM.shape[-1]):
+        heads = q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH
+        out_BTHM, end_BHNM = chunked_delta_rule(heads, None, state_BHNM)
+        return out_BTHM, end_BHNM.to(state_BHNM.dtype)
     parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, None)
     states = []
     values = []
@@ -96,14 +111,90 @@ def part_of_delta_rule(
       [B, T, H, M + N]: results without S, and what reads it: the result is out[..., :M] + out[..., M:] S.
       [B, H, N, M + N]: likewise the state behind the last token, end[..., :M] + end[..., M:] S.
     """
+    B, _, H, M = v_BTHM.shape
+    key = k_BTKN.shape[-1]
+    wide = torch.promote_types(v_BTHM.dtype, torch.float32)
+    first_NX = F.pad(torch.eye(key, dtype=wide, device=v_BTHM.device), (M, 0))
+    first_BHNX = first_NX.expand(B, H, *first_NX.shape)
+    if _by_kernels(v_BTHM, key, M + key):
+        heads = q_BTKN, k_BTKN, F.pad(v_BTHM, (0, key)), log_decay_BTH, beta_BTH
+        out_BTHX, end_BHNX = chunked_delta_rule(heads, segments_BT, first_BHNX)
+        return out_BTHX.to(wide), end_BHNX
     parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
-    key = parts.keys.shape[-1]
-    first_NX = F.pad(torch.eye(key, dtype=parts.keys.dtype, device=parts.keys.device), (v_BTHM.shape[-1], 0))
-    first_BHNX = first_NX.expand(*parts.keys[:, 0, :, 0].shape[:2], *first_NX.shape)
     updates = F.pad(parts.updates, (0, key))
     values, states = _ChunkStates.apply(updates, parts.readers, parts.keys, parts.whole, first_BHNX)
     end_BHNX = parts.whole[:, -1, :, None, None] * states[:, -1] + parts.keys[:, -1].mT @ values[:, -1]
     return read_chunks(parts, values, states)[:, : v_BTHM.shape[1]], end_BHNX
+
+
+def packed_segments(offsets: Tensor, tokens: int) -> Tensor:
+    """Number of each token's sequence in one packed row, [1, tokens].
+
+    Args:
+      offsets: [S + 1], where its sequences begin and end; what is behind the last one is a sequence too.
+      tokens: of the row.
+    """
+    places = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, places, right=True).unsqueeze(0)
+
+
+def delta_kernels_run(key: int, value: int, dtype: torch.dtype) -> bool:
+    """`_trial_runs` as a constant of what is compiled; see `compiled_layer`."""
+    return _trial_runs(key, value, dtype)
+
+
+def _by_kernels(v_BTHM: Tensor, key: int, value: int) -> bool:
+    """True if rows of these sizes of a head are for the Triton kernels."""
+    fits = v_BTHM.is_cuda and v_BTHM.element_size() == 2 and max(key, value) <= LARGEST_DELTA_HEAD
+    return fits and delta_kernels_run(key, value, v_BTHM.dtype)
+
+
+@functools.cache
+def _trial_runs(key: int, value: int, dtype: torch.dtype) -> bool:
+    # A compiler's fault may be one of some sizes, so the trial is of those that are used.
+    def gated_delta_rule_error(device: str) -> float:
+        return kernel_error(device, key, value, dtype)
+
+    # The first call may stand within a checkpoint or under no_grad, which are not to see the trial.
+    with _disable_current_modes(), torch.enable_grad():
+        return kernels_run(gated_delta_rule_error, _TOLERANCE)
+
+
+def kernel_error(device: str, key: int, value: int, dtype: torch.dtype) -> float:
+    """Largest difference of the kernels' results and gradients from torch's in float64, as a part of their norm.
+
+    Args:
+      device: where the kernels run.
+      key, value: sizes of a head, N and M.
+      dtype: of the inputs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = 150
+    segments_BT = packed_segments(torch.tensor([0, 70, 70, 141]), tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator)
+
+    units = [F.normalize(normal(tokens, 2, key), dim=-1).to(dtype) for _ in range(2)]
+    gates = -0.1 * F.softplus(normal(tokens, 4)), normal(tokens, 4).sigmoid().to(dtype)
+    inputs = *units, normal(tokens, 4, value).to(dtype), *gates, normal(4, key, value)
+    weights = normal(tokens, 4, value).to(dtype), normal(4, key, value)
+
+    def by_torch(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+        q, k, v, log_decay, beta, first_BHNM = leaves
+        out_BTHX, end_BHNX = part_of_delta_rule(q, k, v, log_decay, beta, segments_BT)
+        read_BTHM = torch.einsum("bthn,bhnm->bthm", out_BTHX[..., value:], first_BHNM)
+        return out_BTHX[..., :value] + read_BTHM, end_BHNX[..., :value] + end_BHNX[..., value:] @ first_BHNM
+
+    leaves = [x.to(device).requires_grad_() for x in inputs]
+    q, k, v, log_decay, beta, first_BHNM = leaves
+    results = chunked_delta_rule((q, k, v, log_decay, beta), segments_BT.to(device), first_BHNM)
+    grads = torch.autograd.grad(results, leaves, [x.to(device) for x in weights])
+    wide = [x.double().requires_grad_() for x in inputs]
+    expected = by_torch(wide)
+    wide_grads = torch.autograd.grad(expected, wide, [x.double() for x in weights])
+    pairs = zip((*results, *grads), (*expected, *wide_grads), strict=True)
+    return torch.stack([(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]).max().item()
 
 
 class ChunkEffects(NamedTuple):

@@ -67,11 +67,15 @@ def computes_exactly(*tensors: Tensor) -> bool:
     )
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """True of plain tensors on a CPU, and not of what is simulated, traced, compiled, watched or in `torch.func`."""
+def is_plain(*tensors: Tensor, devices: tuple[str, ...] = ("cpu",)) -> bool:
+    """True of plain tensors on a CPU, and not of what is simulated, traced, compiled, watched or in `torch.func`.
+
+    Args:
+      devices: types of other devices too.
+    """
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
+        and all(type(x) is Tensor and x.device.type in devices for x in tensors)
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_function_stack()
         and not torch._C._len_torch_dispatch_stack()  # nor where operators are counted, which are to be the core's

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.library import CustomOpDef
 
 from funrl.compiled_kernels.exact.dispatch import is_plain, is_watched
@@ -38,29 +39,40 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
 class DirectOperator:
     """An operator of torch; on plain tensors of the CPU its function is called directly.
 
-    torch's own call takes the dispatcher twice, and the first one of a process imports the compiler for two seconds.
+    Compiled code calls the operator. One that writes to no argument is registered without `custom_op`, whose calls go
+    through the dispatcher twice and check what they return: longer than a small kernel takes.
 
     Attributes:
       definition: the operator, as torch knows it.
       function: what computes it on the CPU.
+      devices: types of devices on whose plain tensors the function is called.
     """
 
-    definition: CustomOpDef
+    definition: CustomOpDef | OpOverload
     function: Callable
+    devices: tuple[str, ...] = ("cpu",)
 
     def __call__(self, *args: Any) -> Any:
         """Results of the operator."""
-        if torch.compiler.is_compiling() or not is_plain(*_tensors(args)):  # first, so that no graph has `_tensors`
+        if torch.compiler.is_compiling() or not is_plain(
+            *_tensors(args), devices=self.devices
+        ):  # first, so that no graph has `_tensors`
             return self.definition(*args)
         return self.function(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable], Callable]:
         """Register what computes it on another device."""
-        return self.definition.register_kernel(device_type)
+
+        def register(fn: Callable) -> Callable:
+            torch.library.register_kernel(self.definition, device_type, fn, lib=_LIBRARY)
+            return fn
+
+        return register
 
     def register_fake(self, fn: Callable) -> Callable:
         """Register what gives tensors of the shapes of its results."""
-        return self.definition.register_fake(fn)
+        torch.library.register_fake(self.definition, fn, lib=_LIBRARY)
+        return fn
 
 
 def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
@@ -72,7 +84,10 @@ def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
 
 
 def operator(
-    name: str, mutates_args: tuple[str, ...] = (), device_types: str | None = None
+    name: str,
+    mutates_args: tuple[str, ...] = (),
+    device_types: str | None = None,
+    direct: tuple[str, ...] = ("cpu",),
 ) -> Callable[[Callable], DirectOperator]:
     """Register a function as an operator named "NAMESPACE::NAME".
 
@@ -80,11 +95,17 @@ def operator(
       name: of the operator.
       mutates_args: names of the arguments that it writes to.
       device_types: of the devices that the function computes on; None: all of them.
+      direct: types of devices on whose plain tensors the function is called directly.
     """
 
     def decorate(fn: Callable) -> DirectOperator:
-        return DirectOperator(
-            torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn
-        )
+        if mutates_args:  # torch counts the versions of what a `custom_op` writes to
+            return DirectOperator(
+                torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn, direct
+            )
+        short = name.removeprefix("funrl::")
+        _LIBRARY.define(short + torch.library.infer_schema(fn, mutates_args=()))
+        _LIBRARY.impl(short, fn, device_types.upper() if device_types else "CompositeExplicitAutograd")
+        return DirectOperator(getattr(torch.ops.funrl, short).default, fn, direct)
 
     return decorate

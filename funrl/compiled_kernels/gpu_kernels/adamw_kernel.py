@@ -1,4 +1,4 @@
-"""Triton kernel of an AdamW step: each number of all leaves is read once and written once.
+"""Triton kernels of an update: sums of gradients, and an AdamW step. Each reads and writes a number of a leaf once.
 
 NVIDIA and ROCm compile it, and Triton's interpreter runs it on a CPU.
 """
@@ -32,6 +32,7 @@ class AdamLeaf(NamedTuple):
       mu, nu: moments, updated in place; `nu` is float32.
       param: the weights.
       target: takes the update; it may be the memory of `grad`. In place it is `param`.
+      copy: takes what `target` takes, in its own dtype; None: there is no copy.
     """
 
     grad: Tensor
@@ -39,6 +40,15 @@ class AdamLeaf(NamedTuple):
     nu: Tensor
     param: Tensor
     target: Tensor
+    copy: Tensor | None = None
+
+
+class GradientLeaf(NamedTuple):
+    """Tensors of one leaf; `total`, which takes the sum of the others, may be one of these."""
+
+    total: Tensor
+    first: Tensor
+    second: Tensor
 
 
 @triton.jit
@@ -62,19 +72,20 @@ def _adamw(
     mu_type: tl.constexpr,
     param_type: tl.constexpr,
     target_type: tl.constexpr,
+    copy_type: tl.constexpr,
     in_place: tl.constexpr,
     aligned: tl.constexpr,
     width: tl.constexpr,
 ):
     leaf = tl.load(leaf_ptr + tl.program_id(0))
-    row_ptr = addresses_ptr + leaf * 7  # of an `AdamLeaf`, then its number of elements and its first program
+    row_ptr = addresses_ptr + leaf * 8  # of an `AdamLeaf`, then its number of elements and its first program
     grad_ptr = _pointer(row_ptr, grad_type, aligned)
     mu_ptr = _pointer(row_ptr + 1, mu_type, aligned)
     nu_ptr = _pointer(row_ptr + 2, tl.float32, aligned)
     param_ptr = _pointer(row_ptr + 3, param_type, aligned)
     target_ptr = _pointer(row_ptr + 4, target_type, aligned)
-    size = tl.multiple_of(tl.load(row_ptr + 5), aligned)
-    first = tl.load(row_ptr + 6)
+    size = tl.multiple_of(tl.load(row_ptr + 6), aligned)
+    first = tl.load(row_ptr + 7)
     decay = tl.load(decays_ptr + leaf)
     at = (tl.program_id(0) - first) * width + tl.arange(0, width)
     inside = at < size
@@ -91,7 +102,34 @@ def _adamw(
     tl.store(nu_ptr + at, nu, mask=inside)
     if in_place:
         update += param
-    tl.store(target_ptr + at, update.to(target_type), mask=inside)
+    target = update.to(target_type)
+    tl.store(target_ptr + at, target, mask=inside)
+    if copy_type is not None:
+        copy_ptr = _pointer(row_ptr + 5, copy_type, aligned)
+        tl.store(copy_ptr + at, target.to(copy_type), mask=inside)
+
+
+@triton.jit
+def _add(
+    addresses_ptr,
+    leaf_ptr,
+    total_type: tl.constexpr,
+    first_type: tl.constexpr,
+    second_type: tl.constexpr,
+    aligned: tl.constexpr,
+    width: tl.constexpr,
+):
+    leaf = tl.load(leaf_ptr + tl.program_id(0))
+    row_ptr = addresses_ptr + leaf * 5  # of a `GradientLeaf`, then its number of elements and its first program
+    total_ptr = _pointer(row_ptr, total_type, aligned)
+    first_ptr = _pointer(row_ptr + 1, first_type, aligned)
+    second_ptr = _pointer(row_ptr + 2, second_type, aligned)
+    size = tl.multiple_of(tl.load(row_ptr + 3), aligned)
+    columns = (tl.program_id(0) - tl.load(row_ptr + 4)) * width + tl.arange(0, width)
+    inside = columns < size
+    first = tl.load(first_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(second_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total_ptr + columns, (first + second).to(total_type), mask=inside)
 
 
 def adamw_leaves(
@@ -117,16 +155,11 @@ def adamw_leaves(
     """
     b1, b2 = betas
     pairs = [(leaf, decay) for leaf, decay in zip(leaves, decays, strict=True) if leaf.grad.numel()]
-    for _, group in itertools.groupby(sorted(pairs, key=_kinds), key=_kinds):
+    for _, group in itertools.groupby(sorted(pairs, key=lambda pair: _kind(pair[0])), key=lambda pair: _kind(pair[0])):
         chosen, decays_of_chosen = zip(*group, strict=True)
-        sizes = tuple(leaf.grad.numel() for leaf in chosen)
-        leaf_of_program, firsts = _programs(sizes, facts_4.device)
-        rows = [
-            (*(x.data_ptr() for x in leaf), size, first)
-            for leaf, size, first in zip(chosen, sizes, firsts, strict=True)
-        ]
+        addresses, leaf_of_program = _table(chosen, facts_4.device)
         _adamw[(len(leaf_of_program),)](
-            torch.tensor(rows, dtype=torch.int64).to(facts_4.device, non_blocking=True),
+            addresses,
             torch.tensor(decays_of_chosen, dtype=torch.float32).to(facts_4.device, non_blocking=True),
             leaf_of_program,
             facts_4,
@@ -135,7 +168,7 @@ def adamw_leaves(
             1.0 - b1,
             1.0 - b2,
             eps,
-            *(_TYPES[chosen[0][i].dtype] for i in (0, 1, 3, 4)),
+            *(chosen[0][i] if chosen[0][i] is None else _TYPES[chosen[0][i].dtype] for i in (0, 1, 3, 4, 5)),
             in_place,
             _ALIGNED if _is_aligned(chosen[0]) else 1,
             _WIDTH,
@@ -143,13 +176,34 @@ def adamw_leaves(
         )
 
 
-def _kinds(pair: tuple[AdamLeaf, float]) -> tuple[object, ...]:
+def add_leaves(leaves: Sequence[GradientLeaf]) -> None:
+    """Write the sums of two gradients of all leaves, taken in float32, in one launch for leaves of the same dtypes."""
+    for _, group in itertools.groupby(sorted((x for x in leaves if x.total.numel()), key=_kind), key=_kind):
+        chosen = tuple(group)
+        addresses, leaf_of_program = _table(chosen, chosen[0].total.device)
+        types = (_TYPES[x.dtype] for x in chosen[0])
+        aligned = _ALIGNED if _is_aligned(chosen[0]) else 1
+        _add[(len(leaf_of_program),)](addresses, leaf_of_program, *types, aligned, _WIDTH, num_warps=_WARPS)
+
+
+def _table(leaves: Sequence[AdamLeaf] | Sequence[GradientLeaf], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Addresses, size and first program of each leaf, and the leaf of each program, on the device."""
+    sizes = tuple(leaf[0].numel() for leaf in leaves)
+    leaf_of_program, firsts = _programs(sizes, device)
+    rows = [
+        (*(0 if x is None else x.data_ptr() for x in leaf), size, first)
+        for leaf, size, first in zip(leaves, sizes, firsts, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True), leaf_of_program
+
+
+def _kind(leaf: AdamLeaf | GradientLeaf) -> tuple[object, ...]:
     """Key of the leaves that share a launch: dtypes, and whether numbers are read several at a time."""
-    return (_is_aligned(pair[0]), *(str(x.dtype) for x in pair[0]))
+    return (_is_aligned(leaf), *(str(None if x is None else x.dtype) for x in leaf))
 
 
-def _is_aligned(leaf: AdamLeaf) -> bool:
-    return leaf.grad.numel() % _ALIGNED == 0 and all(x.data_ptr() % _ALIGNED == 0 for x in leaf)
+def _is_aligned(leaf: AdamLeaf | GradientLeaf) -> bool:
+    return leaf[0].numel() % _ALIGNED == 0 and all(x.data_ptr() % _ALIGNED == 0 for x in leaf if x is not None)
 
 
 @functools.cache

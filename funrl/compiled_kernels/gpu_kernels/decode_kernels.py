@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: 
 
 from funrl.compiled_kernels.decode_slots import ENDED, LENGTH, SPLIT_TILE, PassForm, SlotState
 from funrl.compiled_kernels.exact.dispatch import aligned_on
+from funrl.compiled_kernels.float8 import SMALLEST_SCALE
 
 _LEAST_ROWS = 16  # columns of a product of matrices at least
 _BLOCK = 128  # terms of a sum at a time
@@ -309,6 +310,34 @@ def _split_product(
         w = tl.load(w_at + k[None, :], mask=(first < outputs)[:, None] & (k < stop)[None, :], other=0.0)
     to = (part * rows + r[None, :]) * outputs + first[:, None]
     tl.store(out_ptr + to, acc, mask=(first < outputs)[:, None] & (r < rows)[None, :])
+
+
+@triton.jit
+def _round_rows(
+    x_ptr, out_ptr, scale_ptr, largest, smallest, numbers: tl.constexpr, width: tl.constexpr, pdl: tl.constexpr
+):
+    """Numbers of one row in 8 bits, and their scale."""
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    b = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    inside = column < numbers
+    x = tl.load(x_ptr + b * numbers + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), largest), smallest)
+    tl.store(scale_ptr + b, scale)
+    tl.store(out_ptr + b * numbers + column, tl.div_rn(x, scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_round_rows(x_BK: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows in an 8-bit format, and the scale of each, [B] float32; as `float8.round_rows`."""
+    B, K = x_BK.shape
+    out_BK = torch.empty(B, K, dtype=form, device=x_BK.device)
+    scale_B = torch.empty(B, dtype=torch.float32, device=x_BK.device)
+    constants = {"numbers": K, "width": triton.next_power_of_2(K)}
+    bounds = torch.finfo(form).max, SMALLEST_SCALE
+    launch_kernel(_round_rows, (B,), (x_BK, out_BK, scale_B, *bounds), constants, warps=8 if K > 1024 else 4)
+    return out_BK, scale_B
 
 
 def launch_add_norm(x_BD: Tensor, branch: Tensor, bias_D: Tensor | None, norm: NormScale) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ _TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
 
 
 @functools.cache
-def kernels_run(trial: Callable[[str], float]) -> bool:
+def kernels_run(trial: Callable[[str], float], tolerance: float = _TOLERANCE) -> bool:
     """True if kernels compute what torch's operators do on this machine's GPU; logged once.
 
     Args:
       trial: device -> the largest error of a small call; its name is that of the subject, with "_error" after it.
+      tolerance: of that error.
     """
-    problem = trial_problem(trial)
+    problem = trial_problem(trial, tolerance)
     subject = trial.__name__.removesuffix("_error").replace("_", " ")
     if problem is None:
         log.info("Triton kernels on the GPU: %s", subject)
@@ -30,7 +32,31 @@ def kernels_run(trial: Callable[[str], float]) -> bool:
     return False
 
 
-def trial_problem(trial: Callable[[str], float]) -> str | None:
+_assumed = False
+
+
+def kernels_take(tensors: Sequence[Tensor], trial: Callable[[str], float]) -> bool:
+    """True if kernels that need tensors of a GPU, end to end, compute with these.
+
+    Args:
+      trial: as in `kernels_run`.
+    """
+    return _assumed or (all(x.is_cuda and x.is_contiguous() for x in tensors) and kernels_run(trial))
+
+
+@contextlib.contextmanager
+def assume_kernels(assumed: bool) -> Iterator[None]:
+    """Inside, kernels take tensors without memory, if so assumed: the operators that are counted are a GPU's."""
+    global _assumed
+    before = _assumed
+    _assumed = assumed
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def trial_problem(trial: Callable[[str], float], tolerance: float = _TOLERANCE) -> str | None:
     """Reason why kernels are not for this machine's GPU; None: they are."""
     try:
         error = trial(_PROBED)
@@ -38,7 +64,7 @@ def trial_problem(trial: Callable[[str], float]) -> str | None:
         return f"{problem}; torch for CUDA and ROCm brings triton along"
     except Exception as problem:  # a compiler's errors share no type
         return f"{type(problem).__name__}: {problem}".partition("\n")[0]
-    return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
+    return None if error < tolerance else f"its results differ by {error:.2g} from the reference's"
 
 
 def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-from funrl.compiled_kernels.logit_rows.settings import RowSettings
+from funrl.compiled_kernels.logit_rows.settings import LogitBlock, RowSettings
 
 # Columns of a program, a power of two: each thread of 256 then holds 8 of them, and with up to four running sums of
 # each about 40 registers, far from the limit of any GPU (a CDNA wave of 64 lanes holds half as many). Nothing but the
@@ -46,7 +45,8 @@ def _row_sums(
     row_ptr,
     sums_ptr,
     picked_ptr,
-    V,
+    first,
+    B,
     N,
     temperature,
     cap,
@@ -56,16 +56,19 @@ def _row_sums(
     width: tl.constexpr,
     picks: tl.constexpr,
 ):
-    """Sums of one row. Each lane keeps its own maximum, so that lanes meet only after the last column."""
+    """Add a block of columns to the sums of one row.
+
+    Each lane keeps its own maximum, so that lanes meet only after the last column of the block.
+    """
     c = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, width)
     top = tl.full([width], _LOWEST, tl.float32)
     total = tl.zeros([width], tl.float32)
     weighted = tl.zeros([width], tl.float32)
     squares = tl.zeros([width], tl.float32)
-    for begin in range(0, V, width):
-        inside = begin + lanes < V
-        x = tl.load(x_ptr + c * V + begin + lanes, mask=inside, other=0.0)
+    for begin in range(0, B, width):
+        inside = begin + lanes < B
+        x = tl.load(x_ptr + c * B + begin + lanes, mask=inside, other=0.0)
         y, _ = tempered(x, temperature, cap, capped)
         y = tl.where(inside, y, _LOWEST)  # counts as 0, at the latest when lanes meet
         higher = tl.maximum(top, y)
@@ -79,22 +82,32 @@ def _row_sums(
             squares = decay * decay * squares + e * e
         total = decay * total + e
         top = higher
-    most = tl.max(top, 0)
+    sums_ptr += c * (2 + entropy + squared)
+    later = first > 0  # what the first block finds in memory counts nothing
+    top_before = tl.load(sums_ptr, mask=later, other=_LOWEST)
+    total_before = tl.load(sums_ptr + 1, mask=later, other=0.0)
+    most = tl.maximum(tl.max(top, 0), top_before)
     shift = top - most
     decay = tl.exp(shift)
-    sums_ptr += c * (2 + entropy + squared)
+    shift_before = top_before - most
+    decay_before = tl.exp(shift_before)
     tl.store(sums_ptr, most)
-    tl.store(sums_ptr + 1, tl.sum(decay * total, 0))
+    tl.store(sums_ptr + 1, decay_before * total_before + tl.sum(decay * total, 0))
     if entropy:
-        tl.store(sums_ptr + 2, tl.sum(decay * (weighted + shift * total), 0))
+        weighted_before = tl.load(sums_ptr + 2, mask=later, other=0.0)
+        weighted_before = decay_before * (weighted_before + shift_before * total_before)
+        tl.store(sums_ptr + 2, weighted_before + tl.sum(decay * (weighted + shift * total), 0))
     if squared:
-        tl.store(sums_ptr + 2 + entropy, tl.sum(decay * decay * squares, 0))
+        squares_before = tl.load(sums_ptr + 2 + entropy, mask=later, other=0.0)
+        squares_before = decay_before * decay_before * squares_before
+        tl.store(sums_ptr + 2 + entropy, squares_before + tl.sum(decay * decay * squares, 0))
     for begin in range(0, N, picks):
         n = begin + tl.arange(0, picks)
-        column = tl.load(row_ptr + c * N + n, mask=n < N, other=0)
-        picked_x = tl.load(x_ptr + c * V + column, mask=n < N, other=0.0)
+        column = tl.load(row_ptr + c * N + n, mask=n < N, other=-1) - first
+        here = (column >= 0) & (column < B)
+        picked_x = tl.load(x_ptr + c * B + column, mask=here, other=0.0)
         picked_y, _ = tempered(picked_x, temperature, cap, capped)
-        tl.store(picked_ptr + c * N + n, picked_y - most, mask=n < N)
+        tl.store(picked_ptr + c * N + n, picked_y, mask=here)
 
 
 @triton.jit
@@ -117,8 +130,9 @@ def _d_logits(
     grad_ptr,
     facts_ptr,
     out_ptr,
-    at_picked_ptr,
-    V,
+    first,
+    B,
+    stride,
     N,
     temperature,
     cap,
@@ -126,69 +140,56 @@ def _d_logits(
     entropy: tl.constexpr,
     squared: tl.constexpr,
     width: tl.constexpr,
-    picks: tl.constexpr,
 ):
-    """Gradients of some logits of one row as if none were picked, and by its first program those of picked ones."""
+    """Gradients of some logits of one row of a block."""
     c = tl.program_id(0).to(tl.int64)
     facts_ptr += c * 6
-    column = tl.program_id(1) * width + tl.arange(0, width)
-    x = tl.load(x_ptr + c * V + column, mask=column < V, other=0.0)
+    begin = tl.program_id(1) * width
+    column = begin + tl.arange(0, width)
+    x = tl.load(x_ptr + c * B + column, mask=column < B, other=0.0)
     y, slope = tempered(x, temperature, cap, capped)
-    tl.store(out_ptr + c * V + column, _d_logit(y, facts_ptr, entropy, squared) * slope, mask=column < V)
-    if tl.program_id(1) == 0:
-        for begin in range(0, N, picks):
-            n = begin + tl.arange(0, picks)
-            picked = tl.load(row_ptr + c * N + n, mask=n < N, other=0)
-            picked_x = tl.load(x_ptr + c * V + picked, mask=n < N, other=0.0)
-            picked_y, picked_slope = tempered(picked_x, temperature, cap, capped)
-            picked_d = _d_logit(picked_y, facts_ptr, entropy, squared)
-            for other in range(0, N):  # a token may be picked twice
-                same = picked == tl.load(row_ptr + c * N + other)
-                picked_d += tl.where(same, tl.load(grad_ptr + c * N + other), 0.0)
-            tl.store(at_picked_ptr + c * N + n, picked_d * picked_slope, mask=n < N)
+    d = _d_logit(y, facts_ptr, entropy, squared)
+    for n in range(0, N):  # a token may be picked twice
+        picked = tl.load(row_ptr + c * N + n) - first
+        if (picked >= begin) & (picked < begin + width):
+            d += tl.where(column == picked, tl.load(grad_ptr + c * N + n), 0.0)
+    tl.store(out_ptr + c * stride + column, d * slope, mask=column < B)
 
 
-def launch_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
-    """Sums over the columns of logits, by one read of them.
+def launch_row_sums(block: LogitBlock, sums_CS: Tensor, picked_CN: Tensor, settings: RowSettings) -> None:
+    """Add a block of columns to the running sums of rows, by one read of its logits.
 
-    Args: those of `funrl.compiled_kernels.logit_rows.operators.logit_row_sums`.
-
-    Returns: [C, S] float32 of z = logit / temperature, capped, and its maximum m: m, sum e^(z - m), and those wanted of
-      sum (z - m) e^(z - m) and sum e^2(z - m); [C, N] z - m of the picked columns.
+    Args: those of `funrl.compiled_kernels.logit_rows.operators.add_row_sums_`.
     """
     temperature, cap, entropy, squared = settings
-    scale = temperature, cap or 1.0
-    C, V = x_CV.shape
+    x_CB, row_CN, first = block
+    C, B = x_CB.shape
     N = row_CN.shape[1]
-    sums_CS = torch.empty(C, 2 + entropy + squared, dtype=torch.float32, device=x_CV.device)
-    picked_CN = torch.empty(C, N, dtype=torch.float32, device=x_CV.device)
+    assert sums_CS.is_contiguous() and picked_CN.is_contiguous(), "rows of sums stand end to end"
     if C:
-        tensors = x_CV.contiguous(), row_CN.contiguous(), sums_CS, picked_CN
-        flags = bool(cap), entropy, squared, *widths(V, N)
-        run_kernel(_row_sums, (C,), tensors, (V, N, *scale), flags)
-    return sums_CS, picked_CN
+        tensors = x_CB.contiguous(), row_CN.contiguous(), sums_CS, picked_CN
+        width, picks = widths(B, N)
+        flags = bool(cap), entropy, squared, width, picks
+        run_kernel(_row_sums, (C,), tensors, (first, B, N, temperature, cap or 1.0), flags)
 
 
 def launch_gradients(
-    out_CV: Tensor, x_CV: Tensor, row_CN: Tensor, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
+    out_CB: Tensor, block: LogitBlock, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
 ) -> None:
-    """Write the gradient of logits to `out_CV`, which shares no memory with them, by one read and one write.
+    """Write the gradient of a block of logits to `out_CB`, which shares no memory with it, by one read and one write.
 
     Args: those of `funrl.compiled_kernels.logit_rows.operators.logit_gradients`.
     """
     temperature, cap, entropy, squared = settings
-    scale = temperature, cap or 1.0
-    C, V = x_CV.shape
+    x_CB, row_CN, first = block
+    C, B = x_CB.shape
     N = row_CN.shape[1]
-    assert out_CV.is_contiguous(), "rows of gradients stand end to end"
-    at_picked_CN = torch.empty(C, N, dtype=out_CV.dtype, device=x_CV.device)
+    assert out_CB.stride(1) == 1, "columns of gradients stand side by side"
     if C:
-        inputs = (x.contiguous() for x in (x_CV, row_CN, grad_CN, facts_C6))
-        tensors = *inputs, out_CV, at_picked_CN
-        width, picks = widths(V, N)
-        flags = bool(cap), entropy, squared, width, picks
-        run_kernel(_d_logits, (C, triton.cdiv(V, width)), tensors, (V, N, *scale), flags)
-        out_CV.scatter_(1, row_CN, at_picked_CN)  # of a token that is picked twice the two are equal
+        tensors = *(x.contiguous() for x in (x_CB, row_CN, grad_CN, facts_C6)), out_CB
+        width, _ = widths(B, N)
+        numbers = first, B, out_CB.stride(0), N, temperature, cap or 1.0
+        run_kernel(_d_logits, (C, triton.cdiv(B, width)), tensors, numbers, (bool(cap), entropy, squared, width))
 
 
 def run_kernel(kernel: Any, programs: tuple[int, ...], tensors: tuple, numbers: tuple, flags: tuple) -> None:

@@ -5,7 +5,9 @@ Triton is imported where one of them first runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +15,74 @@ from torch import Tensor
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.logit_rows.plain import row_sums_, to_d_logits_
-from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, RowSettings
+from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, LogitBlock, RowSettings
 
+L2_SHARE = 2 / 3  # of the cache that a block of logits takes; the operands of its product pass through the rest
+TILE = (128, 256)  # rows and columns of a product that one processor computes at a time
+_LEAST_WAVES = 2  # tiles of each processor, below which products by blocks lose more than reads of logits cost
+_DIRECT = ("cpu", "cuda")  # a block takes a GPU less time than torch's call of an operator takes the host
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of hidden states whose logits are in float32
+
+
+class ColumnBlocks(NamedTuple):
+    """Size of a GPU's L2 cache in tiles of products, for blocks of logits that stay in it.
+
+    Attributes:
+      numbers: float32 numbers of a block at most.
+      processors: that compute a tile each at a time.
+    """
+
+    numbers: int
+    processors: int
+
+    def width(self, tokens: int, columns: int) -> int:
+        """Columns of a block of some tokens, of `columns` in all; all of them where a block would be small.
+
+        The tiles of a block occupy all processors twice or more, so that its product loses little at the end.
+        """
+        rows = -(-tokens // TILE[0])
+        waves = self.numbers // (self.processors * TILE[0] * TILE[1])
+        width = waves * self.processors // max(1, rows) * TILE[1]
+        return min(width, columns) if waves >= _LEAST_WAVES and width else columns
+
+
+def column_blocks(tokens: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Columns of logits by blocks that stay in the L2 of a device; as one block where it has none, or a small one."""
+    width = columns
+    if (blocks := l2_blocks(device)) is not None:
+        width = blocks.width(tokens, columns)
+    return (slice(first, min(first + width, columns)) for first in range(0, columns, max(1, width)))
+
+
+def l2_blocks(device: torch.device) -> ColumnBlocks | None:
+    """Blocks for the L2 of a device; None: it is no GPU, or its size is unknown."""
+    return _gpu_blocks(device.index) if device.type == "cuda" and torch.cuda.is_available() else None
+
+
+@functools.cache
+def _gpu_blocks(index: int | None) -> ColumnBlocks:
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    return ColumnBlocks(int(L2_SHARE * getattr(facts, "L2_cache_size", 0)) // 4, facts.multi_processor_count)
+
+
+def empty_row_sums(rows: int, picks: int, settings: RowSettings, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the running sums of some rows and their picked columns, for `add_row_sums_`."""
+    count = 2 + settings.entropy + settings.squared
+    sums_CS, picked_CN = (torch.empty(rows, n, dtype=torch.float32, device=device) for n in (count, picks))
+    return sums_CS, picked_CN
+
+
+def add_row_sums_(sums_CS: Tensor, picked_CN: Tensor, block: LogitBlock, settings: RowSettings) -> None:
+    """Add a block of columns to running sums over the columns of logits.
+
+    Args:
+      sums_CS: float32 maxima m of z = logit / temperature, capped; sums e^(z - m); of the extras that are wanted sums
+        (z - m) e^(z - m) and e^2(z - m).
+      picked_CN: float32 z of the picked columns; those outside of the block stay as they are.
+      block: the sums begin with the first one.
+      settings: with the extras that are wanted.
+    """
+    _row_sums(block.x_CB, block.row_CN, sums_CS, picked_CN, block.first, *settings)
 
 
 def logit_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
@@ -28,48 +95,35 @@ def logit_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tuple
 
     Returns: [C, S] float32 maxima, sums of e^x and of the extras; [C, N] the picked columns' x.
     """
-    return _row_sums(x_CV, row_CN, *settings)
+    sums_CS, picked_CN = empty_row_sums(len(x_CV), row_CN.shape[1], settings, x_CV.device)
+    add_row_sums_(sums_CS, picked_CN, LogitBlock(x_CV, row_CN), settings)
+    return sums_CS, picked_CN.sub_(sums_CS[:, :1])
 
 
 @torch.no_grad()  # in a backward pass, which is not differentiated again
 def logit_gradients(
-    out_CV: Tensor, x_CV: Tensor, row_CN: Tensor, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
+    out_CB: Tensor, block: LogitBlock, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
 ) -> None:
-    """`to_d_logits_` of logits before cap and temperature, written to other memory in its dtype.
+    """`to_d_logits_` of a block of logits, written to other memory in its dtype.
 
     Args:
-      out_CV: takes the gradients.
-      x_CV, row_CN: as in `logit_row_sums`.
+      out_CB: takes the gradients; columns of wider rows, or rows of their own.
+      block: the logits.
       grad_CN: gradients of picked columns, over the temperature; 0: the column is another rank's.
       facts_C6: of `row_facts`.
       settings: with the extras that have a gradient.
     """
-    _d_logits(out_CV, x_CV, row_CN, grad_CN, facts_C6, *settings)
+    _d_logits(out_CB, *block[:2], grad_CN, facts_C6, block.first, *settings)
 
 
 # Flat arguments: torch.library takes tensors and numbers, no records.
-@operator("funrl::logit_row_sums")
+@operator("funrl::logit_row_sums", mutates_args=("sums_CS", "picked_CN"), direct=_DIRECT)
 def _row_sums(
-    x_CV: Tensor, row_CN: Tensor, temperature: float, cap: float, entropy: bool, squared: bool
-) -> tuple[Tensor, Tensor]:
-    from funrl.compiled_kernels.logit_rows import kernels
-
-    return kernels.launch_row_sums(x_CV, row_CN, RowSettings(temperature, cap, entropy, squared))
-
-
-@_row_sums.register_fake
-def _(x_CV, row_CN, temperature, cap, entropy, squared):
-    sums_CS = x_CV.new_empty(x_CV.shape[0], 2 + entropy + squared, dtype=torch.float32)
-    return sums_CS, x_CV.new_empty(row_CN.shape, dtype=torch.float32)
-
-
-@operator("funrl::logit_row_gradients", mutates_args=("out_CV",))
-def _d_logits(
-    out_CV: Tensor,
-    x_CV: Tensor,
+    x_CB: Tensor,
     row_CN: Tensor,
-    grad_CN: Tensor,
-    facts_C6: Tensor,
+    sums_CS: Tensor,
+    picked_CN: Tensor,
+    first: int,
     temperature: float,
     cap: float,
     entropy: bool,
@@ -78,11 +132,35 @@ def _d_logits(
     from funrl.compiled_kernels.logit_rows import kernels
 
     settings = RowSettings(temperature, cap, entropy, squared)
-    kernels.launch_gradients(out_CV, x_CV, row_CN, grad_CN, facts_C6, settings)
+    kernels.launch_row_sums(LogitBlock(x_CB, row_CN, first), sums_CS, picked_CN, settings)
+
+
+@_row_sums.register_fake
+def _(x_CB, *_):
+    return None
+
+
+@operator("funrl::logit_row_gradients", mutates_args=("out_CB",), direct=_DIRECT)
+def _d_logits(
+    out_CB: Tensor,
+    x_CB: Tensor,
+    row_CN: Tensor,
+    grad_CN: Tensor,
+    facts_C6: Tensor,
+    first: int,
+    temperature: float,
+    cap: float,
+    entropy: bool,
+    squared: bool,
+) -> None:
+    from funrl.compiled_kernels.logit_rows import kernels
+
+    settings = RowSettings(temperature, cap, entropy, squared)
+    kernels.launch_gradients(out_CB, LogitBlock(x_CB, row_CN, first), grad_CN, facts_C6, settings)
 
 
 @_d_logits.register_fake
-def _(out_CV, *_):
+def _(out_CB, *_):
     return None
 
 
@@ -177,7 +255,7 @@ def _(out_CV, *_):
 
 
 def logit_rows_error(device: str) -> float:
-    """Largest error of a small call of the kernels of single rows, on a device."""
+    """Largest error of a small call of the kernels of single rows, in two blocks of columns, on a device."""
     generator = torch.Generator().manual_seed(0)
     x_CV = torch.randn(3, 70, generator=generator)
     row_C1 = torch.tensor([[0], [69], [7]])
@@ -187,9 +265,14 @@ def logit_rows_error(device: str) -> float:
     facts_C6 = row_facts((top_C + sum_C.log()).float(), {}, {"logp": torch.ones(3, 1)})
     x_CV, row_C1, facts_C6 = (x.to(device) for x in (x_CV, row_C1, facts_C6))
     out_CV = torch.empty_like(x_CV)
-    sums_CS, picked_here_C1 = logit_row_sums(x_CV, row_C1, RowSettings())
-    logit_gradients(out_CV, x_CV, row_C1, torch.ones_like(picked_here_C1), facts_C6, RowSettings())
-    pairs = (sums_CS, torch.stack([top_C, sum_C], 1)), (picked_here_C1, picked_C1), (out_CV, expected_CV)
+    settings = RowSettings()
+    sums_CS, picked_here_C1 = empty_row_sums(*row_C1.shape, settings, x_CV.device)
+    for columns in (slice(0, 48), slice(48, 70)):
+        block = LogitBlock(x_CV[:, columns].contiguous(), row_C1, columns.start)
+        add_row_sums_(sums_CS, picked_here_C1, block, settings)
+        logit_gradients(out_CV[:, columns], block, torch.ones_like(picked_here_C1), facts_C6, settings)
+    shifted_C1 = picked_here_C1 - sums_CS[:, :1]
+    pairs = (sums_CS, torch.stack([top_C, sum_C], 1)), (shifted_C1, picked_C1), (out_CV, expected_CV)
     return largest_error(pairs)
 
 

@@ -1,8 +1,10 @@
-"""Settings that all rows of logits share."""
+"""Settings that all rows of logits share, and blocks of them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class RowSettings(NamedTuple):
@@ -33,3 +35,17 @@ class DivergenceSettings(NamedTuple):
     temperature: float
     cap: float
     teacher_cap: float
+
+
+class LogitBlock(NamedTuple):
+    """Logits of some columns, before cap and temperature.
+
+    Attributes:
+      x_CB: the logits, float32 or narrower; they stay as they are.
+      row_CN: int64 picked columns among all columns.
+      first: number of the block's first column.
+    """
+
+    x_CB: Tensor
+    row_CN: Tensor
+    first: int = 0

@@ -30,6 +30,8 @@ class Costs:
       traffic: traffic by (collective, name of the process group).
       early: part of `traffic` that starts before it is needed, so that kernels run meanwhile.
       cover: part of `seconds` of kernels that run while a collective runs.
+      weight_bytes: by operator, bytes that updates read and write of weights, gradients and optimizer states alone, so
+        without matrix products.
     """
 
     peaks: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class Costs:
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     early: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     cover: float = 0.0
+    weight_bytes: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> dict[str, float]:
@@ -80,6 +83,7 @@ def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
         traffic=sent(*(costs.traffic for costs in every)),
         early=sent(*(costs.early for costs in every)),
         cover=line(*(costs.cover for costs in every)),
+        weight_bytes=lines(*(costs.weight_bytes for costs in every)),
     )
 
 
@@ -88,7 +92,9 @@ def times(costs: Costs, n: float) -> Costs:
     traffic, early = (
         {k: Traffic(t.count * n, t.nbytes * n) for k, t in sent.items()} for sent in (costs.traffic, costs.early)
     )
-    return Costs(costs.peaks, costs.flops * n, costs.seconds * n, traffic, early, costs.cover * n)
+    written = {name: nbytes * n for name, nbytes in costs.weight_bytes.items()}
+    costs = replace(costs, flops=costs.flops * n, seconds=costs.seconds * n, cover=costs.cover * n)
+    return replace(costs, traffic=traffic, early=early, weight_bytes=written)
 
 
 def after(first: Costs, second: Costs) -> Costs:
@@ -103,7 +109,11 @@ def after(first: Costs, second: Costs) -> Costs:
             add_traffic(sent, key, *more)
     flops = first.flops + second.flops
     seconds = first.seconds + second.seconds
-    return Costs(peaks, flops, seconds, traffic, early, first.cover + second.cover)
+    written = {**first.weight_bytes}
+    for name, nbytes in second.weight_bytes.items():
+        written[name] = written.get(name, 0.0) + nbytes
+    cover = first.cover + second.cover
+    return Costs(peaks, flops, seconds, traffic, early, cover=cover, weight_bytes=written)
 
 
 def add_traffic(sent: dict[tuple[str, str], Traffic], key: tuple[str, str], count: float, nbytes: float) -> None:

@@ -30,8 +30,11 @@ import funrl.compiled_kernels.delta_rule.gated_delta  # noqa: F401
 import funrl.compiled_kernels.grouped_linear  # noqa: F401
 import funrl.compiled_kernels.varlen_attention  # noqa: F401
 import funrl.models.decoder.routing  # noqa: F401  (which registers its operator)
+import funrl.optim.fused  # noqa: F401
+import funrl.optim.gradients  # noqa: F401
 from funrl import trees
 from funrl.compiled_kernels.delta_rule.net_pass import pass_bytes, pass_flops
+from funrl.compiled_kernels.gpu_kernels.trials import assume_kernels
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.tracing.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, after
@@ -90,7 +93,8 @@ def _facts_of(func: Any) -> Operator:
     own = _FORMULAS.get(func.overloadpacket)
     packet = func.overloadpacket
     flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
-    idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+    returns = func._schema.returns
+    idle = func.is_view or (bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns))
     by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
     by_shapes |= name.startswith("_foreach_")
     mutable = func._schema.is_mutable
@@ -102,10 +106,13 @@ def work_of(
 ) -> OperatorWork | None:
     """Work of one call; None: no work."""
     flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
-    if not flops and operator.idle:
+    if not flops and (operator.idle or operator.name in _UNWRITTEN):
         return None
     packet = func.overloadpacket
     nbytes = _BYTES[packet](*args) if packet in _BYTES else nbytes_of((args, tuple(outs)))
+    if operator.mutable and not func._schema.returns and packet not in _BYTES:
+        written = zip(args, func._schema.arguments, strict=False)
+        nbytes += nbytes_of(x for x, argument in written if argument.alias_info and argument.alias_info.is_write)
     return OperatorWork(flops, nbytes, outs[0].dtype if outs else torch.float32)
 
 
@@ -165,7 +172,10 @@ _FORMULAS = {  # of operators for which torch has no formula, or a wrong one
         up, cache, rest[5], rest[6]
     ),
 }
-_BYTES = {  # of operators that do not read all of their arguments
+_UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # operators that only allocate
+_BYTES = {  # of operators that do not read all of their arguments, or write to some that they read
+    torch.ops.funrl.adamw_leaves: lambda grads, mu, nu, *rest: nbytes_of((grads, mu, mu, nu, nu, rest)),
+    torch.ops.funrl.add_leaves: lambda *leaves: nbytes_of(leaves),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_bytes(q, keys, rest[6]),
     torch.ops.funrl.delta_net_pass: lambda channels, decay, beta, filters, states, tails, *rest: pass_bytes(
         channels, states, tails, rest[2]
@@ -577,7 +587,10 @@ class Tracer(TorchDispatchMode):
         if operator.namespace == "_c10d_functional":
             self._count_message(func, operator, args, outs)
         else:
-            self._count(key, lambda: work_of(func, operator, args, kwargs, out, outs))
+            work = self._count(key, lambda: work_of(func, operator, args, kwargs, out, outs))
+            if work is not None and self.learns and not work.flops and self._on_weights(func, args, outs):
+                written = self.now.weight_bytes
+                written[operator.name] = written.get(operator.name, 0.0) + work.nbytes
         if self._is_free(func, args, outs):
             return out
         for x in outs:
@@ -594,13 +607,19 @@ class Tracer(TorchDispatchMode):
         widens = args[0].element_size() == 2 and outs[0].dtype == torch.float32
         return widens and source is not None and source[1] == "weights" and args[0].dim() == 2
 
+    def _on_weights(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
+        """True for an operator whose matrices all have shapes of weights, and which an accelerator runs."""
+        shapes = {tuple(x.shape) for x in _tensors((args, tuple(outs))) if x.dim() > 1}
+        return bool(shapes) and shapes <= self.shapes and not self._is_free(func, args, outs)
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         before, self.now, self.highest, self.learns = self.now, Costs(), {}, name.startswith(UPDATES)
         self.under_way = {}
         self._record_peak()
         try:
-            yield
+            with assume_kernels(self.hardware.accelerator and self.fake is not None):
+                yield
         finally:
             self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
             self.now = before
@@ -725,8 +744,8 @@ class Tracer(TorchDispatchMode):
         message = _Message(key, nbytes, self.now.seconds)
         self.under_way |= {x.untyped_storage()._cdata: message for x in outs}
 
-    def _count(self, key: Any, count_work: Callable[[], OperatorWork | None]) -> None:
-        """Add the work of a call to the phase.
+    def _count(self, key: Any, count_work: Callable[[], OperatorWork | None]) -> OperatorWork | None:
+        """Add the work of a call to the phase, and return it.
 
         Args:
           key: shared by calls with the same work; None: count the work of this call.
@@ -743,3 +762,4 @@ class Tracer(TorchDispatchMode):
             self.now.flops += work.flops
             self.now.seconds += seconds
             self.now.cover += seconds * bool(self.under_way)
+        return work

@@ -130,10 +130,17 @@ class GeneratorBounds(NamedTuple):
     Attributes:
       least: without so many the run waits, and ends after --timeout.
       most: that are asked for.
+      tensor: devices of each, which split its weights.
     """
 
     least: int
     most: int
+    tensor: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh of a generator."""
+        return dict.fromkeys(AXES, 1) | {"tensor": self.tensor}
 
 
 def generators_on_ray(flag: str | None) -> GeneratorBounds | None:
@@ -143,8 +150,8 @@ def generators_on_ray(flag: str | None) -> GeneratorBounds | None:
       MeshError: the pool is not of this form.
 
     Example:
-      >>> generators_on_ray("train:dp2 generate:ray1-8"), generators_on_ray("generate:ray4")
-      (GeneratorBounds(least=1, most=8), GeneratorBounds(least=4, most=4))
+      >>> generators_on_ray("train:dp2 generate:ray1-8"), generators_on_ray("generate:ray4,tp2")
+      (GeneratorBounds(least=1, most=8, tensor=1), GeneratorBounds(least=4, most=4, tensor=2))
     """
     pool = _ray_pool(flag or "")
     if _JOINED in (flag or "").split():
@@ -154,11 +161,13 @@ def generators_on_ray(flag: str | None) -> GeneratorBounds | None:
         )
     if not pool:
         return None
-    match = re.fullmatch(r"generate:ray(\d{1,6})(?:-(\d{1,6}))?", pool)
-    bounds = GeneratorBounds(int(match[1]), int(match[2] or match[1])) if match else GeneratorBounds(0, 0)
-    if not 1 <= bounds.least <= bounds.most:
+    match = re.fullmatch(r"generate:ray(\d{1,6})(?:-(\d{1,6}))?(?:,tp(\d{1,4}))?", pool)
+    least, most, tensor = (match[1], match[2] or match[1], match[3] or 1) if match else (0, 0, 0)
+    bounds = GeneratorBounds(int(least), int(most), int(tensor))
+    if not 1 <= bounds.least <= bounds.most or bounds.tensor < 1:
         raise MeshError(
-            f"--place={flag}: {pool!r} is not a number of generators on Ray; write generate:ray1-8 or generate:ray4"
+            f"--place={flag}: {pool!r} is not a number of generators on Ray; write generate:ray1-8, generate:ray4, or "
+            "generate:ray1-8,tp2 for generators of two devices each"
         )
     return bounds
 

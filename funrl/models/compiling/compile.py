@@ -7,11 +7,30 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from funrl.models.model import Layer, Model
 from funrl.models.remat import rematerialized
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EquivalentLayer:
+    """Layer with the numbers of a model's own one, computed in another way.
+
+    Attributes:
+      original: the model's layer.
+      compute: the same, compiled or rematerialized.
+    """
+
+    original: Layer
+    compute: Layer
+
+    def __call__(self, *args: Any) -> Any:
+        """The layer's result."""
+        return self.compute(*args)
 
 
 def compile_layer(
@@ -42,8 +61,12 @@ def compile_layer(
         from funrl.models.compiling.compiled_layer import compiled_layer
 
         layer = compiled_layer(layer, note, backend, device)
-    # An engine may compute the model's own layer by other kernels, and not a layer that replaces it.
-    return layer if layer is model.layer else functools.update_wrapper(layer, model.layer)
+    return layer if layer is model.layer else EquivalentLayer(model.layer, layer)
+
+
+def computes_as(layer: Layer, original: Layer) -> bool:
+    """True if a layer is the original one, or `compile_layer` has made it of that; not of one that wraps it."""
+    return layer is original or (isinstance(layer, EquivalentLayer) and layer.original is original)
 
 
 def is_compiled(model: Model, mode: str, device: str) -> bool:

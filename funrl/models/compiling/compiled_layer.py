@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import warnings
@@ -10,15 +11,17 @@ from collections.abc import Callable
 import torch
 import torch._dynamo
 from torch._dynamo.decorators import mark_unbacked
+from torch._inductor.compile_fx import compile_fx
 
 from funrl.compiled_kernels.attention import flash_attention
-from funrl.compiled_kernels.delta_rule.fla_kernel import fla_runs
+from funrl.compiled_kernels.delta_rule.gated_delta import delta_kernels_run
 from funrl.compiled_kernels.exact.dispatch import has_kernels
+from funrl.models.compiling.direct_calls import DirectCalls, layer_call
 from funrl.models.model import Layer
 
 VARIANTS = 64  # compiled versions of the layer that may be kept
 # It cannot follow an import that fails, nor a compiler of C++.
-for constant in (flash_attention, fla_runs, has_kernels):
+for constant in (flash_attention, delta_kernels_run, has_kernels):
     torch._dynamo.assume_constant_result(constant)
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
@@ -33,16 +36,21 @@ def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Cal
     """
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    if backend == "inductor" and device == "cpu":
-        compiled = torch.compile(plain, fullgraph=True, options={"emulate_precision_casts": True})
-    else:
-        compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    patches = {"emulate_precision_casts": True} if device == "cpu" else {}
+    inductor = functools.partial(compile_fx, config_patches=patches)
+    calls = DirectCalls(inductor if backend == "inductor" else torch._dynamo.lookup_backend(backend))
+    compiled = torch.compile(plain, fullgraph=True, backend=calls.compile_graph)
 
     def layer(config, mesh, params, x_BTD, context):
+        call = layer_call(config, mesh, params, x_BTD, context)
+        route = calls.find(call)
+        if route is not None:
+            return route.run(call.tensors)
         before = _graphs()
         start = time.perf_counter()
         _mark_dynamic(x_BTD, context)
         out = compiled(config, mesh, params, x_BTD, context)
+        calls.add(call, out)
         if _graphs() > before:
             kind = "decode" if context.kv_cache is not None else "train" if torch.is_grad_enabled() else "score"
             shape = "x".join(str(n) for n in x_BTD.shape)

@@ -177,9 +177,13 @@ class Attention:
                 out_NHD = mutual_paged_attention(new[0], out_NHD, (keys, values), *groups)
             return out_NHD.unsqueeze(0)
         if context.offsets is not None:
-            new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
             options |= {"blockwise": context.blockwise, "mutual_RM": context.mutual_RM}
-            return split_attention(*new, mesh, self.window, context.form, **options)
+            row = (context.offsets, mesh, self.window, context.form)
+            prefixes = context.prefixes
+            if prefixes is None:
+                return split_attention(q_BTHN, k_BTKN, v_BTKN, *row, **options)
+            whole = (prefixes.spread(q_BTHN), prefixes.spread(k_BTKN), prefixes.spread(v_BTKN))
+            return prefixes.narrow(split_attention(*whole, *row, **options))
         return attention(q_BTHN, k_BTKN, v_BTKN, mask_BTS=context.attention_mask_BTS, causal=context.causal, **options)
 
     def _heads(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:

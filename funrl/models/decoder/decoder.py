@@ -22,6 +22,7 @@ from funrl.compiled_kernels.mutual_attention import group_numbers
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import own_shard, pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.models.decoder.attention import Attention
 from funrl.models.decoder.compiled_step import aligned_problem, exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
 from funrl.models.decoder.layers import CacheShapes, Context, DecoderLayer, KeysValues, LayerOutput, Norm
@@ -68,6 +69,7 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
         exact_sums=exact_sums(config),
         aligned=aligned_problem(config),
         layer_kinds=_layer_kinds(config, layers),
+        shares_prefixes=all(type(layer.mixer) is Attention and not layer.mlp.routed for layer in layers),
     )
 
 
@@ -160,6 +162,7 @@ def apply(
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
     if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
+    inputs = _of_distinct(inputs)
     x_BTD = _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split)
     x_BTD = _with_inserted(x_BTD, inputs, mesh, 0)
     vectors_BTLP = _layer_vectors(config, params, inputs, x_BTD, mesh)
@@ -194,6 +197,7 @@ def apply(
             del out
             x_BTD = _with_inserted(x_BTD, inputs, mesh, i + 1)
     x_BTD = _norm(config, x_BTD, params["norm"])
+    x_BTD = x_BTD if inputs.prefixes is None else inputs.prefixes.spread(x_BTD)
     aux = {} if not loads else RouterLoad(*map(torch.stack, zip(*loads, strict=True)))._asdict()
     return Output(x_BTD if config.scales.logit_divisor == 1 else x_BTD / config.scales.logit_divisor, cache, aux)
 
@@ -231,6 +235,15 @@ def decoder_layer(
     return x_BTD if load is None and lent is None else LayerOutput(x_BTD, load, lent)
 
 
+def _of_distinct(inputs: Inputs) -> Inputs:
+    """The inputs of the tokens that layers compute."""
+    prefixes = inputs.prefixes
+    if prefixes is None:
+        return inputs
+    fields = {"tokens": inputs.tokens, "positions": inputs.positions, "segments": inputs.segments}
+    return inputs._replace(**{name: x if x is None else prefixes.narrow(x) for name, x in fields.items()})
+
+
 def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
     """A norm over the last dim; None: there is none here."""
     return x if weight is None else rms_norm(x, weight, config.norm.eps, offset=config.norm.offset)
@@ -263,7 +276,7 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
         context = Context(layer, ropes[layer.mixer.rope], segments_BT=segments, split=inputs.split)
         if packed:
             context = context._replace(offsets=inputs.offsets, paging=inputs.paging, cells_S=inputs.cells_S)
-            contexts[number] = context._replace(mutual_RM=inputs.mutual_RM)
+            contexts[number] = context._replace(mutual_RM=inputs.mutual_RM, prefixes=inputs.prefixes)
         elif segments is None and inputs.mutual_RM is None and (window is None or window >= T):
             contexts[number] = context._replace(causal=T > 1)
         else:

@@ -55,6 +55,30 @@ from funrl.models.model import RouterLoad
 from funrl.models.split_residual import all_tokens, enter, leave, own_tokens
 from funrl.models.token_costs import LayerCost
 
+EXPERT_GATE_UP = "expert_gate_up"  # beside its parts in weights that do not learn: [E, 2 F, D]
+_STACKED = ("expert_gate", "expert_up")
+
+
+def stack_gate_up(params: trees.Tree) -> trees.Tree:
+    """Weights in which layers of experts also have gate and up as one, for one product; None: no layer has experts.
+
+    In the dicts of `params` both become parts of it, layer by layer, so that no more than one layer's are there twice.
+    The result shares all memory with them.
+    """
+    if isinstance(params, dict):
+        parts = {name: stack_gate_up(x) for name, x in params.items() if not isinstance(x, Tensor)}
+        stacked = {name: x for name, x in parts.items() if x is not None}
+        if all(name in params for name in _STACKED):
+            whole_EFD = torch.cat([params[name].detach() for name in _STACKED], 1)
+            params |= dict(zip(_STACKED, whole_EFD.chunk(2, 1), strict=True))
+            stacked[EXPERT_GATE_UP] = whole_EFD
+        return params | stacked if stacked else None
+    if isinstance(params, tuple):
+        layers = [stack_gate_up(x) for x in params]
+        if any(x is not None for x in layers):
+            return tuple(x if new is None else new for x, new in zip(params, layers, strict=True))
+    return None
+
 
 @dataclass(frozen=True)
 class Moe:
@@ -149,8 +173,8 @@ def mixture(
 
     Args:
       params: "router" [E, D], "expert_gate" and "expert_up" [E, F, D], "expert_down" [E, D, F]; where there are such,
-        "router_bias" [E], the shared expert's "shared_gate", "shared_up" and "shared_down", and "shared_router" [1, D].
-        This rank's parts.
+        `EXPERT_GATE_UP` of `stack_gate_up`, "router_bias" [E], the shared expert's "shared_gate", "shared_up" and
+        "shared_down", and "shared_router" [1, D]. This rank's parts.
       h_BTD: this rank's tokens, the same on every tensor rank; where `split`, its part of them, as is what is returned.
       real_BT: false at padding, which goes to no expert; None: there is none.
       ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
@@ -322,7 +346,10 @@ def _feed_forward(
     Args:
       order_M: numbers of the rows before they were sorted.
     """
-    gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in ("expert_gate", "expert_up"))
+    if EXPERT_GATE_UP in params:
+        gate_MF, up_MF = grouped_linear(x_MD, params[EXPERT_GATE_UP], ends_E).chunk(2, -1)
+    else:
+        gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in _STACKED)
     if (clamped := experts.clamped) is None:
         inner_MF = gated(gate_MF, up_MF, experts.activation)
     else:

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
-from funrl.compiled_kernels.delta_rule.fla_kernel import packed_delta_rule, packed_segments
-from funrl.compiled_kernels.delta_rule.gated_delta import causal_convolution, gated_delta_rule
+from funrl.compiled_kernels.delta_rule.gated_delta import causal_convolution, gated_delta_rule, packed_segments
 from funrl.compiled_kernels.delta_rule.net_pass import DeltaInputs, convolved_heads, delta_net_pass
 from funrl.compiled_kernels.delta_rule.split_rows import split_convolution, split_delta_rule
 from funrl.compiled_kernels.delta_rule.static_pass import static_delta_net_pass
@@ -197,11 +196,9 @@ def _of_rows(
     heads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], segments_BT: Tensor | None, mesh: Mesh, context: Context
 ) -> Tensor:
     """The gated delta rule over rows without a cache: of queries, keys, values, decays and betas."""
-    if context.offsets is None:
-        return gated_delta_rule(*heads, segments_BT=segments_BT)
-    if mesh.size(SEQUENCE) > 1 and segments_BT is not None:
+    if context.offsets is not None and mesh.size(SEQUENCE) > 1 and segments_BT is not None:
         return split_delta_rule(heads, segments_BT, mesh)
-    return packed_delta_rule(*heads, offsets=context.offsets)
+    return gated_delta_rule(*heads, segments_BT=segments_BT)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, with_query_growth
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import RouterLoad
+from funrl.models.shared_prefixes import SharedPrefixes
 from funrl.models.token_costs import LayerCost
 
 WeightShapes = Mapping[str, tuple[int, ...]]  # name of a weight -> shape of the whole one
@@ -167,6 +168,7 @@ class Context(NamedTuple):
       keys_values: keys and values of an earlier layer that this one attends to; `kv_cache` is that layer's then. None:
         it makes its own.
       vectors_BTP: this layer's own vector of each token, as `LayerVectors` makes them; None: there are none.
+      prefixes: the distinct tokens of the row of `offsets`, which the hidden states are of; None: they are of all.
     """
 
     layer: DecoderLayer
@@ -186,6 +188,7 @@ class Context(NamedTuple):
     stream_BTD: Tensor | None = None
     keys_values: KeysValues | None = None
     vectors_BTP: Tensor | None = None
+    prefixes: SharedPrefixes | None = None
 
 
 class CacheShapes(NamedTuple):

@@ -7,7 +7,6 @@ on a CPU. The scheduler knows neither.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -30,6 +29,8 @@ from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
+from funrl.models.compiling.compile import computes_as
+from funrl.models.decoder.experts import stack_gate_up
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
 from funrl.rollout.native.cache_sizes import page_tokens
@@ -88,14 +89,17 @@ class TorchBackend:
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
         self._fused: FusedDecoder | None = None
-        self._stacks: bool | None = None  # whether `load` stacks weights for fused kernels; None: until the first pass
+        self._with_stacks: trees.Tree = None  # weights with those of experts that one product reads
+        self._stacks: bool | None = None  # whether `load` stacks weights; None: until the first pass
         self._owned = OwnedPrompts(model)
         self._fixed: set[int] = set()  # adapters, or `NO_ADAPTER`, whose memory is no caller's
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
         self._take(params)
-        self._fused = FusedDecoder(self._fused_sizes, params) if self._stacks and self._fused_sizes else None
+        self._fused = self._with_stacks = None
+        if self._stacks:
+            self._stack()
 
     def _take(self, params: trees.Tree) -> None:
         self._fixed.discard(NO_ADAPTER)
@@ -105,6 +109,11 @@ class TorchBackend:
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
         self._params = params
         self._unembed_VD = unembed_VD
+
+    @property
+    def _computed(self) -> trees.Tree:
+        """The weights that passes compute with."""
+        return self._params if self._with_stacks is None else self._with_stacks
 
     def overwrite(self, params: trees.Tree) -> bool:
         """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
@@ -118,7 +127,7 @@ class TorchBackend:
             return False
         held = self._params, self._unembed_VD  # stacked weights of fused kernels are the memory of these
         self._take(params)
-        _copy_into(held, (self._params, self._unembed_VD))
+        copy_into(held, (self._params, self._unembed_VD))
         self._params, self._unembed_VD = held
         self._fixed.add(NO_ADAPTER)
         return True
@@ -131,11 +140,11 @@ class TorchBackend:
             self.load_adapter(number, Adapter(trees.map(_own_copy, adapter.factors), adapter.scale))
             self._fixed.add(number)
             return False
-        _copy_into(held.factors, adapter.factors)
+        copy_into(held.factors, adapter.factors)
         return True
 
     def drop(self) -> None:
-        self._params = self._fused = None
+        self._params = self._fused = self._with_stacks = None
         self._unembed_VD = torch.empty(0)
         self._adapted.clear()
         self._owned.clear()
@@ -216,7 +225,7 @@ class TorchBackend:
           owned: further inputs of prompts that own values.
         """
         inputs = Inputs(tokens_N.unsqueeze(0), paging=paging, cells_S=cells_S, **owned)
-        params = self._params if adapters is None else self._weights_with(adapters)
+        params = self._computed if adapters is None else self._weights_with(adapters)
         hidden_1ND, self._cache, aux = self.model.apply(params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
             self._routes.flatten(0, 1)[paging.places_N] = aux["ids_TK"].movedim(0, 1).flatten(1).to(ROUTE)
@@ -227,11 +236,11 @@ class TorchBackend:
         first, *others = adapters.used
         if others:
             tokens = {number: (adapters.number_N == number).unsqueeze(-1) for number in adapters.used if number >= 0}
-            return with_adapters(self._params, [(self._adapters[number], mask) for number, mask in tokens.items()])
+            return with_adapters(self._computed, [(self._adapters[number], mask) for number, mask in tokens.items()])
         if first < 0:
-            return self._params
+            return self._computed
         if first not in self._adapted:
-            self._adapted[first] = with_adapters(self._params, [(self._adapters[first], None)])
+            self._adapted[first] = with_adapters(self._computed, [(self._adapters[first], None)])
         return self._adapted[first]
 
     def decode(
@@ -247,23 +256,34 @@ class TorchBackend:
         return decode_pass(self, state, rows_B, form=form, spare=spare)
 
     def stack_weights(self) -> None:
-        """Stack weights for fused kernels, where these compute the model, as `load` does from then on.
+        """Stack weights for fused kernels, where these compute the model, or of experts, as `load` does from then on.
 
         Weights get other memory: it is called before each pass that may be captured, and does nothing after the first.
         With adapters, whose passes have no fused kernels, the weights stay, as they may be the trainer's.
         """
         if self._stacks is None:
-            self._stacks = self._fused_sizes is not None and not self._adapters
-            if self._fused_sizes is not None and self._stacks:
-                self._fused = FusedDecoder(self._fused_sizes, self._params)
+            on_gpu = self.mesh.device.type == "cuda"
+            self._stacks = (on_gpu or self._fused_sizes is not None) and not self._adapters
+            if self._stacks:
+                self._stack()
+
+    def _stack(self) -> None:
+        if self._fused_sizes is not None:
+            self._fused = FusedDecoder(self._fused_sizes, self._computed)
+        elif not self._replaced:
+            self._with_stacks = stack_gate_up(self._params)
+
+    @property
+    def _replaced(self) -> bool:
+        """True if a layer is not the model's own, compiled or not."""
+        return self._layer is not None and not computes_as(self._layer, self.model.layer)
 
     @functools.cached_property
     def _fused_sizes(self) -> StepSizes | None:
         """Sizes of the model if fused kernels compute passes that only decode."""
         sizes = self.model.abilities.compiled_step
         device = self.mesh.device
-        replaced = inspect.unwrap(self._layer or self.model.layer) is not self.model.layer
-        if self.mesh.size("tensor") > 1 or replaced or device.type != "cuda":
+        if self.mesh.size("tensor") > 1 or self._replaced or device.type != "cuda":
             return None
         problem = fused_problem(sizes, self._dtype, device, self.page_tokens)
         if isinstance(sizes, str) or problem is not None:
@@ -317,7 +337,7 @@ def _own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _copy_into(held: trees.Tree, new: trees.Tree) -> None:
+def copy_into(held: trees.Tree, new: trees.Tree) -> None:
     """Copy the numbers of tensors into others of the same shapes."""
     for x, source in zip(trees.leaves(held), trees.leaves(new), strict=True):
         x.copy_(source)
@@ -376,7 +396,7 @@ class PackedBackend:
 
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
         if adapter is None:
-            del self._adapters[number]
+            del self._adapters[number], self._factor_names[number]
         else:
             self._adapters[number] = self._packed.adapter(factors_of_layers(adapter.factors), adapter.scale)
             self._factor_names[number] = [name for name, _ in trees.named(adapter.factors)]

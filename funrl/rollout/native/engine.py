@@ -8,6 +8,7 @@ keys and values are recomputed later.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -20,13 +21,16 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
+from funrl.models.float8_weights import float8_model_problem
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import MakeBackend, TorchBackend, backend_of
-from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, pass_tokens
+from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, page_tokens, pass_tokens
 from funrl.rollout.native.cells import options_without_states
+from funrl.rollout.native.control_rows import ControlRows
 from funrl.rollout.native.device.decode_state import Spare
+from funrl.rollout.native.float8_backend import Float8Backend
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, own_parts, shards, spec_of_adapter
 from funrl.rollout.native.passes import Backend, run_plan
 from funrl.rollout.native.scheduler import Scheduler
@@ -58,6 +62,10 @@ class NativeOptions(NamedTuple):
         some; they share `cache_bytes`. 0: there are none.
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
+      float8: multiply by the projections of layers in 8 bits, with a scale for each row of a weight and each token; see
+        `compiled_kernels.float8`. Keys, values and the unembedding stay as they are.
+      control_every: with float8, one of so many requests is scored by the weights as they were loaded when it ends; see
+        `control_rows`. 0: none.
       make_backend: (model, mesh, dtype, tokens of a page) -> what computes passes; None: the best of `backends.py`.
     """
 
@@ -70,6 +78,8 @@ class NativeOptions(NamedTuple):
     engines: int = 1
     snapshot_tokens: int = 0
     static: bool | None = None
+    float8: bool = False
+    control_every: int = 0
     make_backend: MakeBackend | None = None
 
 
@@ -83,6 +93,7 @@ class NativeEngine:
       weights, version, paused: as in `Engine`.
       model: the model that it runs.
       adapters: by name.
+      control: of its completions in 8 bits; None: none is scored again.
     """
 
     def __init__(
@@ -130,6 +141,10 @@ class NativeEngine:
             assert isinstance(backend, TorchBackend)
             backend.spare = 1
             self._static = StaticDecode(backend, self._sequences, self._scheduler)
+        self.control: ControlRows | None = None
+        if options.control_every and isinstance(backend, Float8Backend) and not backend.cell_bytes:
+            self.control = ControlRows(backend, options.control_every)
+            self._sequences.ended = self.control.add
         self._scheduler.demand.snapshot_tokens = options.snapshot_tokens
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = 0
@@ -203,6 +218,8 @@ class NativeEngine:
             if sequence.adapter == adapter.number:
                 raise ValueError(f"request {sequence.request.number} is unfinished and names the adapter {name!r}")
         del self.adapters[name]
+        if self._static is not None:
+            self._static.drop_adapter(adapter.number)
         self._backend.load_adapter(adapter.number, None)
 
     def held_adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -328,6 +345,7 @@ class NativeEngine:
             drafted=self._sequences.drafted,
             accepted=self._sequences.accepted,
             recomputed=s.recomputed,
+            uncaptured=0 if self._static is None else self._static.uncaptured,
         )
 
     def _begin(self, request: Request) -> RunningSequence:
@@ -460,7 +478,7 @@ def native_engine(
 
     Raises:
       ModelError: the model has a value head instead of an unembedding, or keeps states that an option cannot go with;
-        or there are drafts of several rows on a GPU.
+        there are drafts of several rows on a GPU; or products cannot be taken in 8 bits here.
     """
     if not model.generates:
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
@@ -475,14 +493,19 @@ def native_engine(
             f"speculate is {options.speculate} and max_rows {options.max_rows}: {problem}; leave speculate out, or let "
             "max_rows be 1"
         )
-    backend = backend_of(model, mesh, dtype, options, layer=layer, note=note)
+    if options.float8:
+        if problem := float8_model_problem(model, mesh, dtype):
+            raise ModelError(f"float8 is True: {problem}; leave it out")
+        tokens = page_tokens(mesh.device.type)
+        backend = Float8Backend(model, mesh, dtype, layer, tokens, record_routes=options.record_routes)
+    else:
+        backend = backend_of(model, mesh, dtype, options, layer=layer, note=note)
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:
         log.info("decoding is not by passes of static shape: %s", problem)
-    engine = NativeEngine(
-        model, native_weights(model, mesh, dtype), backend, options=options, static=by_static and problem is None
-    )
+    weights = dataclasses.replace(native_weights(model, mesh, dtype), float8=options.float8)
+    engine = NativeEngine(model, weights, backend, options=options, static=by_static and problem is None)
     if options.record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine

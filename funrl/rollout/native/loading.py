@@ -91,4 +91,4 @@ def spec_of_adapter(model: Model, mesh: Mesh, weights: WeightSpec, lora: Lora) -
     shapes = trained_part(adapted, adapted.shapes)
     placed = trained_part(adapted, layouts(adapted.shapes, adapted.axes, GENERATE, sizes=mesh.sizes))
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(shapes)}
-    return WeightSpec(names, placed, mesh, dtype=weights.dtype, adapters=True)
+    return WeightSpec(names, placed, mesh, dtype=weights.dtype, adapters=True, float8=weights.float8)

@@ -31,6 +31,7 @@ class RunningSequences:
       by_number: unfinished sequences by the number of their request.
       decode: token ids -> text; None: there are no stop strings.
       routes: (pages, tokens) -> the experts of a sequence's first tokens; None: they are not recorded.
+      ended: called with each sequence that has ended by itself; None: nothing is.
       decoded: tokens sampled and kept since construction.
       drafted, accepted: drafted tokens, and those of them that were sampled.
       lengths: [slots] tokens of each sequence, including tokens not polled yet.
@@ -50,6 +51,7 @@ class RunningSequences:
         """
         self.by_number: dict[int, RunningSequence] = {}
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
+        self.ended: Callable[[RunningSequence], None] | None = None
         self.decode = decode
         self.decoded = 0
         self._device = device
@@ -397,7 +399,10 @@ class RunningSequences:
             complete = length - self._prompts[slot] >= sequence.request.sampling.max_new_tokens
             finish = "length" if complete else "paused"
         sequence.computed = True
-        self._ended.append(self.finish(sequence, finish))
+        completion = self.finish(sequence, finish)
+        if self.ended is not None:
+            self.ended(sequence)
+        self._ended.append(completion)
 
     def _ends_by_string(self, slot: int, position: int) -> bool:
         strings = self._strings[slot]

@@ -84,6 +84,11 @@ class StaticDecode:
         return self._graphs.captured
 
     @property
+    def uncaptured(self) -> int:
+        """Number of passes so far that ran eagerly, as none of their kind can be captured."""
+        return self._graphs.uncaptured
+
+    @property
     def weights(self) -> trees.Tree:
         """The weights that passes compute with."""
         return dict(self._backend.held())
@@ -103,6 +108,11 @@ class StaticDecode:
         """Replace the factors of an adapter likewise."""
         if not self._backend.overwrite_adapter(number, adapter):
             self.drop()
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget the passes of an adapter, which hold its factors and memory of their own."""
+        self._graphs.drop_where(lambda form: number in form.adapters)
+        self._larger_runs = Counter({form: n for form, n in self._larger_runs.items() if number not in form.adapters})
 
     def sampling_groups(self, slots: np.ndarray) -> SamplingGroups | None:
         """The sampling groups of `slots`; None: one pass of static shape cannot sample them."""
@@ -134,6 +144,7 @@ class StaticDecode:
           plan: of the scheduler, which has recorded it.
           spare: unused part of the cache, whose page padding writes to.
         """
+        self._backend.stack_weights()  # before eager passes too, so that all compile for the same weights
         groups = self.sampling_groups(plan.sampling_slots) if plan.plain and self._backend.mixes else None
         count = len(plan.work.tokens_N)
         if not groups or count > MIXED_TOKENS[-1]:  # a pass that samples nothing has a part of a long prompt alone
@@ -144,7 +155,6 @@ class StaticDecode:
         state = self._updated(slots, spare)
         rows = max(len(plan.slots), len(plan.sampling_slots))
         tokens = next(tokens for tokens in MIXED_TOKENS if tokens >= count)
-        self._backend.stack_weights()
         form = self._form(slots, rows, groups, tokens=tokens)
         inputs = self._mixed_inputs(plan, form, spare)
         compute = functools.partial(mixed_pass, self._backend, state, inputs, form)

@@ -21,8 +21,8 @@ class ReferenceExchange:
 
     Example:
       exchange = ray.remote(ReferenceExchange).remote()
-      ray.get(exchange.post.remote("weights", {0: [ray.put(shard)]}))
-      [reference] = ray.get(exchange.take.remote("weights", [0]))[0]
+      ray.get(exchange.post.remote("weights", {0: ray.put(shard)}))
+      reference = ray.get(exchange.take.remote("weights"))[0]
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,9 @@ class ReferenceExchange:
         """Add references to a topic, by keys."""
         self._topics[topic] |= references
 
-    def take(self, topic: Hashable, keys: Collection[Hashable] | None = None) -> list[Any]:
-        """References of some keys; None: all of the topic."""
-        references = self._topics[topic]
-        return list(references.values()) if keys is None else [references[key] for key in keys]
+    def take(self, topic: Hashable) -> dict[Hashable, Any]:
+        """References of a topic, by their keys."""
+        return dict(self._topics[topic])
 
     def drop(self, topics: Collection[Hashable]) -> None:
         """Forget topics and their references."""
@@ -49,6 +48,12 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ClusterError(f"generators on Ray need Ray: pip install 'funrl[ray]' ({error})") from error
+
+
+def on_this_node(ray: Any) -> Any:
+    """A scheduling strategy: the node of this process."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def devices_of_cluster(resource: str) -> str:

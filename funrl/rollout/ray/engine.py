@@ -7,8 +7,6 @@ into its second buffer.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,13 +20,10 @@ from funrl.mesh.collectives import from_first_rank, gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Box, shape, slices, volume
 from funrl.mesh.pools.channel import Requests
-from funrl.models.deployed import DeviceWeights
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import first_copy
-from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.ray.cluster import EXCHANGE_NAME, ClusterError, ReferenceExchange, import_ray
-from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
+from funrl.rollout.ray.cluster import EXCHANGE_NAME, ClusterError, ReferenceExchange, import_ray, on_this_node
 from funrl.rollout.remote.engine import RemoteEngine
 
 OBJECT_BYTES = 256 << 20  # of parts of weights in one object, unless one part has more
@@ -47,15 +42,11 @@ class WeightBucket(NamedTuple):
 
 
 class RayEngine(RemoteEngine):
-    """The engine of generators on Ray, as the trainer ranks see it; an `OfOtherRanks`.
+    """The engine of generators on Ray, as the trainer ranks see it.
 
     Attributes:
-      mesh: of the trainer ranks.
       ray, exchange: of `connect_ranks`.
       publish: (version) -> None; called on the first rank once all ranks have put a version.
-      digests_of: version -> digests of a generator that holds it; called on the first rank. None: no one holds it yet.
-      wait_for_digests: version -> these digests. Collective.
-      complete: (prompts, new tokens) -> greedy completions of a generator with the newest weights. Collective.
     """
 
     def __init__(self, weights: WeightSpec, stored: trees.Tree, mesh: Mesh) -> None:
@@ -67,12 +58,8 @@ class RayEngine(RemoteEngine):
           mesh: of these.
         """
         super().__init__(weights, Requests(mesh))
-        self.mesh = mesh
         self.ray, self.exchange = connect_ranks(mesh)
         self.publish: Callable[[int], None] = lambda version: None
-        self.digests_of: Callable[[int], EngineDigests | None] = lambda version: None
-        self.wait_for_digests: Callable[[int], EngineDigests] = _no_generators
-        self.complete: Callable[[Sequence[Sequence[int]], int], Greedy] = _no_generators
         self._stored = dict(trees.named(stored))
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
@@ -82,53 +69,31 @@ class RayEngine(RemoteEngine):
           named_weights: this rank's shards.
           version: of the weights.
         """
+        mesh = self.requests.mesh
         names = {there: name for name, (there, _) in self.weights.names.items()}
         buckets: dict[object, WeightBucket] = {}
-        boxes: list[tuple[str, Box]] = []
-        parts: list[np.ndarray] = []
+        parts: dict[str, np.ndarray] = {}
 
         def put() -> None:
+            boxes = [(name, self._stored[name].box(mesh.rank)) for name in parts]
             if parts:
-                buckets[self.mesh.rank, len(buckets)] = WeightBucket(list(boxes), self.ray.put(list(parts)))
-            boxes.clear()
+                buckets[mesh.rank, len(buckets)] = WeightBucket(boxes, self.ray.put([*parts.values()]))
             parts.clear()
 
         for there, x in named_weights:
             name = names[there]
-            if not first_copy(self._stored[name], self.mesh):
+            if not first_copy(self._stored[name], mesh):
                 continue
             part = as_bytes(x.detach().to("cpu", weight_dtype(name, self.weights.dtype)))
-            if sum(other.nbytes for other in parts) + part.nbytes > OBJECT_BYTES:
+            if sum(other.nbytes for other in parts.values()) + part.nbytes > OBJECT_BYTES:
                 put()
-            boxes.append((name, self._stored[name].box(self.mesh.rank)))
-            parts.append(part)
+            parts[name] = part
         put()
         self.ray.get(self.exchange.post.remote(version, buckets))
-        gather_objects(None, self.mesh)  # all parts are there
+        gather_objects(None, mesh)  # all parts are there
         self.version = version
-        if self.mesh.rank == 0:
+        if mesh.rank == 0:
             self.publish(version)
-
-    def sync_digests(self, source: DeviceWeights, version: int) -> RemoteDigests:
-        """Digests of this rank's parts of the trainer's weights, to compare with those of a generator.
-
-        Args:
-          source: the weights that were put.
-          version: of them.
-        """
-
-        def held() -> bool:
-            first = self.mesh.rank == 0
-            return from_first_rank(first and self.digests_of(version) is not None, self.mesh)
-
-        own = trained_digests(source, self.weights)
-        mesh = source.mesh
-        theirs = functools.partial(self.wait_for_digests, version)
-        return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, held=held)
-
-    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-        """Greedy completions of a generator. Collective over the trainer ranks."""
-        return self.complete(prompts, new_tokens)
 
 
 def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:
@@ -147,19 +112,13 @@ def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:
         raise ClusterError(
             f"generators on Ray: no Ray cluster answers ({error}); `ray start --head` starts one, RAY_ADDRESS names one"
         ) from error
-    exchange = None
-    if mesh.rank == 0:
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        node = ray.get_runtime_context().get_node_id()  # so that it is lost with this process alone
-        here = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = ray.remote(ReferenceExchange)
-        exchange = actor.options(name=EXCHANGE_NAME, num_cpus=0, scheduling_strategy=here).remote()
-        ray.get(exchange.drop.remote([]))  # it is there, and has the name
-    gather_objects(None, mesh)
-    return ray, exchange or ray.get_actor(EXCHANGE_NAME)
+    exchange = ray.remote(ReferenceExchange).options(  # on this node, so that it is lost with one of these ranks alone
+        name=EXCHANGE_NAME, get_if_exists=True, num_cpus=0, scheduling_strategy=on_this_node(ray)
+    )
+    return ray, exchange.remote()
 
 
-def pull_weights(ray: Any, buckets: Sequence[WeightBucket], spec: WeightSpec) -> trees.Tree:
+def pull_weights(ray: Any, buckets: Iterable[WeightBucket], spec: WeightSpec) -> trees.Tree:
     """Weights of a version in a generator's layouts, from the object store.
 
     Raises:
@@ -172,15 +131,12 @@ def pull_weights(ray: Any, buckets: Sequence[WeightBucket], spec: WeightSpec) ->
     }
     lacks = {name: volume(box) for name, box in own.items()}
     for boxes, reference in buckets:
-        both_of = {name: _both(box, own[name]) for name, box in boxes}
-        if not any(map(volume, both_of.values())):
-            continue
         for (name, box), part in zip(boxes, ray.get(reference), strict=True):
-            both = both_of[name]
-            if volume(both):
+            both = _both(box, own[name])
+            if count := volume(both):
                 x = torch.from_numpy(part.copy()).view(out[name].dtype).reshape(shape(box))
                 out[name][slices(both, own[name])] = x[slices(both, box)].to(spec.mesh.device)
-                lacks[name] -= volume(both)
+                lacks[name] -= count
     if missing := [name for name, count in lacks.items() if count]:
         raise ValueError(f"the trainer ranks have not put all of {', '.join(missing[:3])}")
     return trees.from_named(spec.layouts, iter(out.items()))
@@ -189,10 +145,6 @@ def pull_weights(ray: Any, buckets: Sequence[WeightBucket], spec: WeightSpec) ->
 def as_bytes(x: Tensor) -> np.ndarray:
     """The bytes of a tensor on the host, which share its memory where it is contiguous."""
     return x.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _no_generators(*arguments: object) -> Any:
-    raise RuntimeError("the run has no generators yet")
 
 
 def _both(box: Box, other: Box) -> Box:

@@ -164,7 +164,8 @@ def rows_too_old(rows: Sequence[Row]) -> str | None:
     """
     effective = _series(rows, "rollout/effective_share", least=2)
     gaps = _series(rows, "rollout/logprob_gap_mean", least=2)
-    if not effective or not gaps or (far := fmean(gaps[-2:])) <= FARTHEST_SAMPLER:
+    stale = _series(rows, "rollout/stale_gap_max", least=2)
+    if not stale or not effective or not gaps or (far := fmean(gaps[-2:])) <= FARTHEST_SAMPLER:
         return None
     return (
         f"the policy is {far:.2g} nats a token from those that sampled in two steps, and {effective[-1]:.0%} of the "

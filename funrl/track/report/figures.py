@@ -51,8 +51,13 @@ CHARTS = (
     Chart(
         "Log-prob gap",
         "nats, engine against trainer; exact zeros are on the lower edge",
-        ("rollout/logprob_gap_(max|mean)", "sync/probe_gap"),
+        ("rollout/logprob_gap_(max|mean|p50|p99|p999)", "sync/probe_gap"),
         log=True,
+    ),
+    Chart(
+        "Ratio of trainer to engine",
+        "of a sampled token's probabilities: mean, and effective sample size as a share",
+        ("rollout/(ratio_mean|effective_share)",),
     ),
     Chart("Gradient norm", "before clipping", ("actor/grad_norm",)),
     Chart("Who waited", "seconds: a trainer for rows, replicas for it", ("wait/trainer_s", "wait/generator_s")),

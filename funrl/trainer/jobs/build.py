@@ -42,7 +42,7 @@ from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
 from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
-from funrl.trainer.steps.roles import Role, RoleState, State, bases, writes_of
+from funrl.trainer.steps.roles import Role, RoleState, State, bases, keep_copies, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.sync import earlier_self
 
@@ -92,6 +92,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             replay=replay,
             splits=split,
             reduce_dtype=job.reduce_dtype,
+            shares_prefixes=not is_compiled(model, mode, mesh.device.type),
         )
 
     begin = placed(job.main_role, job.model)
@@ -277,6 +278,7 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
         for name, role in parts.roles.items()
         if role.optimizer is not None
     }
+    keep_copies(parts.roles, states)
     advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
     state = State(states, advantage, source)
     if not isinstance(parts, GeneratingParts):

@@ -8,7 +8,7 @@ from typing import Any
 from funrl.algos.checking import Available, check
 from funrl.algos.core import Algorithm, Divergence
 from funrl.algos.reading import reads
-from funrl.asynchrony.behaviour import check_behaviour
+from funrl.asynchrony.behaviour import check_behaviour, check_correction
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
@@ -26,7 +26,7 @@ from funrl.trainer.jobs.sharding import (
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, refusing, run_kind
 from funrl.trainer.settings.scorers import JUDGE, NOTHING_GIVEN, Given, environment_flag, has_environment, scorers_of
-from funrl.trainer.settings.settings import Settings, check_needs, flag_value, is_given
+from funrl.trainer.settings.settings import Settings, check_needs, flag_value, given_flag, is_given
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
 
@@ -58,7 +58,11 @@ def check_algorithm(
 
 
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
-    """Refuse stale rows where a run has none, and a loss that does not correct for them. Raises: SettingsError."""
+    """Refuse stale rows where a run has none, and a loss that does not correct for them or for rounded ones.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
     staleness = settings.asynchrony.staleness
     check_needs(settings, generator_ranks=settings.devices.place is not None or settings.estimate.dry_run)
     scorers = scorers_of(settings)
@@ -71,6 +75,10 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
         )
     with refusing():
         check_behaviour(algorithm, staleness)
+        if settings.engines.float8:
+            flag = given_flag(settings, "rollout_dtype")
+            rounded = "products of generation are rounded to 8 bits"
+            check_correction(algorithm, flag, rounded, sampler="the engine that sampled them")
 
 
 def filters_rows(algorithm: Algorithm, settings: Settings) -> bool:
@@ -195,6 +203,8 @@ def check_meshes(
     place = settings.devices.place
     with blaming(f"mesh={settings.devices.mesh}" if place is None else f"place={place}"):
         check_layouts(models, settings, sizes, generating)
+        if role is not None and (generators := settings.devices.generators) is not None:
+            check_layouts({role: models[role]}, settings, generators.sizes, generators.sizes)
         for name, pool in settings.devices.scoring.items():
             if name != JUDGE:  # which `judge_of` checks
                 check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)

@@ -16,6 +16,7 @@ from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
 from funrl.models import Model, Placed
 from funrl.models.errors import ModelError
+from funrl.models.float8_weights import float8_model_problem
 from funrl.models.lora import added_adapters, trained_part
 from funrl.models.model import Layer
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtypes
@@ -36,12 +37,13 @@ from funrl.rollout.vllm.core import check_vllm
 from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import driven_generate_sizes
-from funrl.trainer.lowered.backend import make_engine_backend
+from funrl.trainer.lowered.backend import decodes_in_jax, make_engine_backend
 from funrl.trainer.settings.declaration import SettingsError, parts, refusing
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, given_flag
 from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
 
+CONTROL_EVERY = 64  # completions, one of which is scored by unrounded weights too
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
 
 
@@ -88,6 +90,8 @@ def native_options(job: Job) -> NativeOptions:
         snapshot_tokens=engines.state_snapshot_tokens,
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,
+        float8=engines.float8,
+        control_every=CONTROL_EVERY * (job.settings.devices.place is None),  # other ranks' are not reported
         make_backend=make_backend,
     )
 
@@ -132,6 +136,17 @@ def _check_native(settings: Settings, model: Model, mesh: Mesh) -> None:
         raise settings.refusal(
             "{speculate} with {decode_rows}: {problem}; leave it out, or give --decode_rows=1", problem=problem
         )
+    _check_float8(settings, model, mesh)
+
+
+def _check_float8(settings: Settings, model: Model, mesh: Mesh) -> None:
+    if not settings.engines.float8:
+        return
+    problem = float8_model_problem(model, mesh, TORCH_DTYPES[settings.models.dtype])
+    if decodes_in_jax(settings):
+        problem = "--compile=on decodes in JAX"
+    if problem is not None:
+        raise settings.refusal("{rollout_dtype}: {problem}; leave it out", problem=problem)
 
 
 def _check_vllm(settings: Settings, model: Model, mesh: Mesh) -> None:
@@ -197,8 +212,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
       policy: the same with adapters, where the policy has some: a native engine adds `added_adapters` to the base, and
         others are merged, as for other engines.
     """
-    if job.settings.devices.generators is not None:
-        return _ray_generator(job, placed)
+    if (generators := job.settings.devices.generators) is not None:
+        return _ray_generator(job, placed, generators.sizes)
     mesh = generating_mesh(job, placed.mesh)
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)
@@ -278,7 +293,7 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     requests = Requests(placed.mesh)
     lora = added_adapters(policy.model) if job.settings.engines.abilities.adapters else None
     weights = MAKERS[_engine_name(job, placed.model)].weights(placed.model, mesh, job.dtype)
-    spec = dataclasses.replace(weights, streamed=False)  # they come by a plan
+    spec = dataclasses.replace(weights, streamed=False, float8=job.settings.engines.float8)  # they come by a plan
     engine = RemoteEngine(spec, requests, base=lora is not None)
     to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
     if lora is None:
@@ -290,10 +305,14 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
 
 
-def _ray_generator(job: Job, placed: Placed) -> Generator:
-    """The generator of actors on Ray, which take weights as they are stored, adapters merged."""
-    outside = Mesh(rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
-    form = native_weights(placed.model, outside, job.dtype)
+def _ray_generator(job: Job, placed: Placed, sizes: dict[str, int]) -> Generator:
+    """The generator of actors on Ray, which take weights as they are stored, adapters merged.
+
+    Args:
+      sizes: of the mesh of each.
+    """
+    outside = Mesh(sizes, rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
+    form = dataclasses.replace(native_weights(placed.model, outside, job.dtype), float8=job.settings.engines.float8)
     engine = RayEngine(form, placed.stored, placed.mesh)
     to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
     return Generator(cast(Engine, engine), outside, to_engine, proof=SyncProof())

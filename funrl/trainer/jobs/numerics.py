@@ -11,6 +11,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.settings.settings import given_flag
 
 
 def check_numerics(job: RLJob, training: Mesh, generating: Mesh) -> None:
@@ -34,8 +35,9 @@ def sums_problem(job: RLJob, model: Model, training: Mesh, generating: Mesh) -> 
     sums = model.abilities.exact_sums
     if settings.models.backend != "torch":
         return f"--backend={settings.models.backend} sums in orders of its own"
-    if not settings.engines.abilities.own_steps:
-        return f"--engine={settings.engines.engine} has kernels of its own"
+    if not settings.engines.abilities.own_steps or settings.engines.float8:
+        name = "rollout_dtype" if settings.engines.float8 else "engine"
+        return f"{given_flag(settings, name)} has kernels of its own"
     if training.device.type != "cpu":
         return _gpu_problem(job, training, generating)
     if not kernels_work():

@@ -365,7 +365,8 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
     tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
     dtype = TORCH_DTYPES[settings.models.dtype]
     pages = -(-tokens // page_tokens(mesh.device.type))
-    page_bytes = bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on")
+    packed = settings.models.compile != "on" and not settings.engines.float8
+    page_bytes = bytes_of_page(model, mesh, dtype, packed=packed)
     needed = (pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
     if needed > settings.engines.kv_cache_gb:
         what = "completion" if task.environment is None else "episode"

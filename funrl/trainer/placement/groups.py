@@ -51,7 +51,6 @@ from funrl.trainer.placement.messages import (
     GroupWork,
     ScoresRequest,
     SendGroupsRequest,
-    WrittenFiles,
     WrittenGroup,
     age_metrics,
     baseline_of,
@@ -219,7 +218,7 @@ class GroupGenerators:
             self.ledger.prompts = position
             self.ledger.passed = self.places["left"].tolist()
             self._left = list(self.ledger.passed)
-            self._board.take_prompt(position + len(self._left))
+            self._take_prompts(position + len(self._left))
             self._first = position - (step - 1) * places
         if self.ahead:
             self._ask_places(self.ledger)
@@ -336,7 +335,7 @@ class GroupGenerators:
         """The next prompts of the order, or those that weights have chosen, for places."""
         size = self._rule.places
         if self._rule.prompts > 1:
-            positions = [self._left.pop(0) if self._left else self._board.take_prompt() for _ in places]
+            positions = [self._left.pop(0) if self._left else self._take_prompts() for _ in places]
         elif self.weighed:
             chosen = self.chosen.positions.tolist()
             positions = [chosen[place - ledger.version * size] for place in places]
@@ -345,6 +344,10 @@ class GroupGenerators:
         by_batch = self._rule.prompts == 1 and not self.weighed  # with the seeds of a batch that is written at once
         firsts = [p - place % size for p, place in zip(positions, places, strict=True)] if by_batch else positions
         return prompts_at(self._schedule, positions, firsts)
+
+    def _take_prompts(self, count: int = 1) -> int:
+        """Position of the first of some prompts, which nobody else gets."""
+        return self._board.take_prompt(count)
 
     def _works(self, places: Sequence[int | None], prompts: Sequence[GroupPrompt]) -> list[GroupWork]:
         """Groups of places with prompts, to be written with the newest weights."""
@@ -412,7 +415,7 @@ class GroupGenerators:
         shown = [(place, x) for place, number in enumerate(self._newest) for x in self._groups[number].shown]
         return dict(shown[:SHOWN_PROMPTS])
 
-    def evaluate(self, step: int, show: Show) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the replicas beside their groups; see `RemoteGenerators`."""
         return self.begin_evaluation(step)()
 
@@ -460,13 +463,11 @@ class GroupGenerators:
         Raises:
           CheckpointError: one of them cannot write.
         """
-        files = self._write_episodes(EpisodesRequest(str(folder.absolute()), self._rounds))
+        request = EpisodesRequest(str(folder.absolute()), self._rounds)
+        files = self._answer(self.requests.post(request), "the generators' episodes")
         if files.problem:
             raise CheckpointError(files.problem)
         return files.nbytes
-
-    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
-        return self._answer(self.requests.post(request), "the generators' episodes")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
@@ -611,6 +612,20 @@ class GroupGenerators:
         ledger.deliver(GENERATORS, place, ledger.places[place].attempt)
 
 
+# Makes a client for an engine through which weights go.
+MakeClient = Callable[[RLJob, Any, Generation, Show], GroupGenerators]
+
+
+def sending_client(
+    group: TransferGroup, job: RLJob, engine: RemoteEngine, generation: Generation, show: Show
+) -> GroupGenerators:
+    """The client of generator ranks, to which weights are sent; with `group`, of `transfer_group`, a `MakeClient`."""
+    engine.sender = WeightSender(engine.requests.mesh, engine.weights.mesh.world, group)
+    generators = GroupGenerators(job, engine, generation, show)
+    engine.ahead = generators.ahead
+    return generators
+
+
 def placed_source(
     job: Job,
     parts: Parts,
@@ -618,34 +633,17 @@ def placed_source(
     clock: Clock,
     show: Show,
     *,
-    group: TransferGroup = None,
+    client: MakeClient,
 ) -> Source:
-    """The source of the trainer ranks of a job with a placement; a `MakeSource`.
+    """The source of trainer ranks whose rows others write; with a client a `MakeSource`.
 
     Args:
       job, parts, frozen, clock, show: as of any source.
-      group: of `transfer_group`.
+      client: makes the client of the others.
     """
     assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = remarked_generation(job, parts, frozen, clock, show)
-    engine: object = parts.generator.engine
-    assert isinstance(engine, RemoteEngine)
-    engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-    generators = GroupGenerators(job, engine, generation, show)
-    engine.ahead = generators.ahead
-    return source_of_generators(job, generation, generators, clock, show)
-
-
-def source_of_generators(
-    job: RLJob, generation: Generation, generators: GroupGenerators, clock: Clock, show: Show
-) -> Source:
-    """The source of trainer ranks whose rows others write.
-
-    Args:
-      job, clock, show: as of any source.
-      generation: of the trainer ranks.
-      generators: client of the others.
-    """
+    generators = client(job, parts.generator.engine, generation, show)
     begin_evaluation = None
     if generators.ahead:
         generation = generation._replace(schedule=as_chosen(generation.schedule))

@@ -232,7 +232,7 @@ class LoggedWriter:
         """None: nothing is shown."""
         return {}
 
-    def evaluate(self, step: int, show: Show) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, float]:
         """No metrics: nothing is evaluated."""
         return {}
 

@@ -28,8 +28,8 @@ from funrl.trainer.jobs.row_source import completion_scorer, make_source
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.placement.generate import ShowBuffer, serve_requests
-from funrl.trainer.placement.groups import placed_source
-from funrl.trainer.placement.ray_generators import ray_source
+from funrl.trainer.placement.groups import placed_source, sending_client
+from funrl.trainer.placement.ray_generators import RayGenerators
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import Scorer
 from funrl.trainer.sources.observing import Observer
@@ -54,7 +54,7 @@ def run_rank(
     if (remark := shutdown_remark(shutdown_s())) is not None:
         observer.note(remark)
     if job.settings.devices.generators is not None:
-        return train_loop(job, mesh, observer, ray_source, pool)
+        return train_loop(job, mesh, observer, functools.partial(placed_source, client=RayGenerators), pool)
     if placement is None:
         return train_loop(job, mesh, observer, source, pool)
     assert isinstance(job, RLJob)
@@ -69,7 +69,8 @@ def run_rank(
     if generating.here:
         error, stopped = serve_requests(job, training, generating, pool, group)
         return Outcome({}, {}, error, stopped)
-    outcome = train_loop(job, training, observer, functools.partial(placed_source, group=group), pool)
+    client = functools.partial(sending_client, group)
+    outcome = train_loop(job, training, observer, functools.partial(placed_source, client=client), pool)
     end_requests(training, (outcome.error, outcome.stopped))
     return outcome
 

@@ -1,86 +1,358 @@
-"""Trainer-side client of generators on Ray: their groups become batches, and each trainer rank gets its rows.
+"""Generators on Ray: their actors, and the trainer-side client that makes batches of their groups.
 
-    actors -- facts --> first rank: link, ledger, batch     (kilobytes a group)
-    actors -- rows  --> object store of its node            (once a row: it outlives the actor and its node)
-                        object store --> rank that trains a row, which takes the samples that it needs
+    actor -- facts and rows of a group, one object --> store of the first rank's node
+    first rank -- rows of each rank, one object ------> store of the first rank's node --> ranks that train them
 
-A batch of 16,384 rows of 33,000 tokens has 16 bytes a token, 8.6 GB: that many cross to the first rank's node while the
-trainer updates, and all but the rows of that node cross once more, to each node its own. The first rank maps these
-objects and never unpickles rows of others. Its node needs a store of (S + 1) batches; Ray keeps on disk what is more.
+The first rank's link takes a group once it is in the store of its node, where it outlives the actor and its node. The
+rank maps the object, reads facts alone, and copies the bytes of rows where the batch is whole: each on its own and
+without padding. A batch of 16,384 rows of 33,000 tokens has 16 bytes a token, 8.6 GB: that many cross to the first
+rank's node while the trainer updates, and all but the rows of that node cross once more, to each node its own. Its node
+needs a store of (S + 2) batches; Ray keeps on disk what is more.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import functools
+import os
 import pickle
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import socket
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, cast
 
+import cloudpickle
 import numpy as np
 
 from funrl import trees
+from funrl.batch import FIELDS, Batch, as_dict, map_kinds
+from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
+from funrl.environments.run import episode_groups
 from funrl.kinds import Value
-from funrl.mesh.collectives import from_first_rank
-from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit
-from funrl.mesh.pools.placement import generators_on_ray
+from funrl.loading import load_files, loaded_files
+from funrl.mesh.collectives import from_first, from_first_rank, gather_objects
+from funrl.mesh.launch import join_mesh
+from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, Requests
+from funrl.mesh.text import text
+from funrl.processes.store import connect, keep_store, listen
 from funrl.rewards.call import RewardError
+from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger
-from funrl.rollout.ray.engine import RayEngine
+from funrl.rollout.policy import RunEndingError
+from funrl.rollout.ray.cluster import import_ray, on_this_node
+from funrl.rollout.ray.engine import RayEngine, WeightBucket, pull_weights
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
-from funrl.rollout.remote.digests import EngineDigests
-from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.generate import write_logged
-from funrl.trainer.placement.groups import GroupGenerators, source_of_generators
-from funrl.trainer.placement.messages import (
-    EpisodesRequest,
-    GroupPrompt,
-    GroupWork,
-    WrittenFiles,
-    WrittenGroup,
-    WrittenRows,
-    baseline_of,
-    in_place_of,
-    join_groups,
-    own_fields,
-    split_origins,
-)
-from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
+from funrl.rollout.remote.digests import EngineDigests, engine_digests
+from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest
+from funrl.rollout.resident import ResidentEngine, follow
+from funrl.trainer.jobs.build import build, load_directories
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.row_source import generation_of, open_rewards
+from funrl.trainer.placement import messages
+from funrl.trainer.placement.generate import ShowBuffer, write_logged
+from funrl.trainer.placement.groups import GroupGenerators
+from funrl.trainer.settings.scorers import SCORERS
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import WrittenSamples, write_group
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
+from funrl.trainer.sources.selection import filter_samples
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.step_rows import Rows, join_rows, split_rows, take
+from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch, rows_of
 
+REST_S = 0.02  # that the engine rests at most while there is nothing to do
+FOLLOWER_S = 5.0  # in which a process that is gone is noticed
+
+_T = TypeVar("_T")
+SentJob = tuple[list[str], list[str], bytes]  # paths of imports, files with functions, and a pickled `RLJob`
+# Completions of a prompt and their rows; or the problem that ends the run.
+WrittenHeldout = tuple[Rollout, messages.GroupFields] | str
+
+
+class LoadOrder(NamedTuple):
+    """Get a version of the weights; or with `arrived`, load it."""
+
+    version: int
+    arrived: bool = False
+
+
+class DeliveredGroup(NamedTuple):
+    """A written group, as a generator returns it.
+
+    Attributes:
+      group: facts for all trainer ranks.
+      keeps: whether the filter keeps some of it.
+      episodes: for the log.
+      rows: number under which rows are kept -> each row as `row_bytes` has it.
+    """
+
+    group: messages.WrittenGroup
+    keeps: bool = True
+    episodes: Sequence[LoggedEpisode] = ()
+    rows: Mapping[int, Sequence[np.ndarray]] = {}
+
+
+class GeneratorActor:
+    """A generator of a run. Ray calls its methods on one event loop, on which the engine steps too.
+
+    With several devices it starts an actor for each of the others on its node, which follows it step by step.
+
+    Example:
+      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), exchange)
+      name, room = ray.get(actor.describe.remote())
+      digests = ray.get(actor.load.remote(version))
+      group, keeps, episodes, rows = ray.get(actor.write.remote(work))
+    """
+
+    def __init__(self, job: SentJob, exchange: Any, filters: bool = False) -> None:
+        """Begin without an engine.
+
+        Args:
+          job: of the run.
+          exchange: actor with the references of weights.
+          filters: whether prompts are replaced one by one, so that each group is filtered.
+        """
+        self._sent = job
+        self._exchange = exchange
+        self._filters = filters
+        self._notes = ShowBuffer()
+        self._opened = contextlib.ExitStack()  # workers of rewards and process groups; they end with this process
+        self._orders: deque[LoadOrder] = deque()
+        self._following: list[tuple[Any, Any]] = []  # actors of further devices, and what shows their end
+
+    async def describe(self) -> tuple[str, int]:
+        """Make the engine, without weights. Returns: host and process, and groups that are written at once."""
+        job = self._read_job()
+        port = 0
+        if job.sizes["tensor"] > 1:
+            ray = import_ray()
+            devices = {name: x for name, x in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
+            listener = listen()
+            port = listener.getsockname()[1]
+            self._store = keep_store(listener)
+            actor = ray.remote(GeneratorActor).options(num_cpus=0, scheduling_strategy=on_this_node(ray))
+            for rank in range(1, job.sizes["tensor"]):
+                member = actor.remote(self._sent, self._exchange)
+                end = member.follow.remote(rank, port, devices)
+                self._following.append((member, end))
+        try:
+            self._build(job, 0, port)
+        except Exception:
+            await self._end_without_followers()
+            raise
+        self._stepping = asyncio.create_task(self._step())
+        requests = self._generation.sampling.samples + self._generation.greedy_baseline
+        return f"{socket.gethostname()}:{os.getpid()}", max(1, job.settings.engines.decode_rows // requests)
+
+    def _read_job(self) -> RLJob:
+        paths, files, pickled = self._sent
+        sys.path += [path for path in paths if path not in sys.path]
+        load_files(files)
+        return cast(RLJob, pickle.loads(pickled))
+
+    def _build(self, job: RLJob, rank: int, port: int) -> None:
+        """Make the engine of a device.
+
+        Args:
+          rank: of the device in this generator.
+          port: of the store of its devices.
+        """
+        pool = self._opened.enter_context(open_rewards(job, rank))
+        if job.sizes["tensor"] > 1:
+            timeout = timedelta(minutes=job.settings.waiting.timeout)
+            self._mesh = self._opened.enter_context(join_mesh(job.sizes, rank, job.device, connect(port), timeout))
+        else:
+            self._mesh = single("cuda:0" if job.device == "cuda" else "cpu")
+        parts = build(job, self._mesh, self._notes.note)
+        generator = parts.generator._replace(engine=parts.generator.whole, base=None)  # adapters come merged
+        load_directories(generator.frozen)
+        parts = dataclasses.replace(parts, generator=generator, pool=pool)
+        generation = generation_of(job, parts, {}, Clock(), self._notes)
+        alone = Mesh(device=self._mesh.device)
+        self._generation = generation._replace(engine=generation.engine._replace(mesh=alone, proof=None))
+        self._engine = generator.engine
+        self._serving = generator.serving
+        self._resident = ResidentEngine(generator.serving)
+        self._verifies = job.settings.engines.verify_sync
+
+    async def ping(self) -> None:
+        """Give a sign of life."""
+
+    def follow(self, rank: int, port: int, devices: Mapping[str, str]) -> None:
+        """Follow the first device of a generator step by step.
+
+        Args:
+          rank, port: as of `_build`.
+          devices: variables that name the GPUs of the generator.
+        """
+        os.environ |= devices
+        pulled: list[Future[trees.Tree]] = []
+        with ThreadPoolExecutor(1) as thread, self._opened:
+            self._build(self._read_job(), rank, port)
+            while True:
+                order: LoadOrder | None = from_first(None, self._mesh, "tensor")
+                if order is not None and order.arrived:
+                    self._load(pulled.pop().result(), order.version)
+                elif order is not None:
+                    pulled.append(thread.submit(self._pull, order.version))
+                follow(self._serving, self._mesh)
+
+    async def load(self, version: int) -> EngineDigests | None:
+        """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
+        self._orders.append(LoadOrder(version))
+        self._tree = await asyncio.to_thread(self._pull, version)
+        self._loaded = asyncio.get_running_loop().create_future()
+        self._orders.append(LoadOrder(version, True))
+        return await self._beside(self._loaded)
+
+    def _pull(self, version: int) -> trees.Tree:
+        """The weights of this device."""
+        ray = import_ray()
+        buckets: dict[object, WeightBucket] = ray.get(self._exchange.take.remote(version))
+        return pull_weights(ray, buckets.values(), self._engine.weights)
+
+    def _load(self, tree: trees.Tree, version: int) -> EngineDigests | None:
+        """Load weights into the engine. Collective over the devices of this generator."""
+        self._engine.load(self._engine.weights.named(tree), version)
+        self._serving.check([])  # it measures its free memory now, on all devices
+        return engine_digests(self._engine) if self._verifies else None
+
+    async def write(self, work: messages.GroupWork) -> DeliveredGroup:
+        """Write and reward a group."""
+        generation = self._generation
+        example = generation.schedule.prompts[work.prompt.index]
+        written = await self._write(generation, example, messages.group_parts(work, generation.sampling))
+        group = messages.WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
+        if isinstance(written, str):
+            return DeliveredGroup(group._replace(problem=written))
+        group = messages.describe_group(generation, written, group)
+        keeps = not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
+        episodes = [episode for part in written for episode in part.episodes]
+        numbers = (work.number, messages.baseline_of(work.number))
+        rows = {number: row_bytes(part.rows) for number, part in zip(numbers, written, strict=False)}
+        return DeliveredGroup(group, keeps, episodes, rows)
+
+    async def write_heldout(self, place: int) -> WrittenHeldout:
+        """Write and reward the samples of a held-out prompt."""
+        generation = for_heldout(self._generation)
+        heldout, sampling, _, seed, _ = generation.evaluation
+        example, first, seeds = episode_groups(heldout, sampling.samples, seed)[place]
+        written = await self._write(generation, example, [messages.GroupPart(sampling, list(seeds))])
+        if isinstance(written, str):
+            return written
+        done, rows, _ = written[0]
+        numbered = [completion._replace(number=first + completion.number) for completion in done.completions]
+        return done._replace(completions=numbered), group_fields(rows.batch)
+
+    async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        """Complete prompts greedily."""
+        done = await self._beside(self._resident.ask_all(greedy_requests(prompts, new_tokens)))
+        return greedy_of(done, self._generation.engine.mesh.device)
+
+    async def _step(self) -> None:
+        """Step the engine for ever, and load weights that have arrived."""
+        while True:
+            order = self._orders.popleft() if self._orders else None
+            from_first(order, self._mesh, "tensor")
+            if order is not None and order.arrived:
+                self._loaded.set_result(self._load(self._tree, order.version))
+                del self._tree
+            await self._resident.iterate(self._mesh, REST_S)
+
+    async def _write(
+        self, generation: Generation, example: Example, parts: Sequence[messages.GroupPart]
+    ) -> list[WrittenSamples] | str:
+        """Write and reward parts of a group; returns them, or the problem that ends the run."""
+        writing = (write_group(generation, self._resident, example, *part) for part in parts)
+        try:
+            return await self._beside(asyncio.gather(*writing))
+        except (RewardError, RunEndingError) as error:
+            return str(error)
+
+    async def _beside(self, program: Awaitable[_T]) -> _T:
+        """The result of a program beside the engine. Raises: what the program or the engine raises."""
+        task = asyncio.ensure_future(program)
+        await asyncio.wait({task, self._stepping}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await self._end_without_followers()
+            self._stepping.result()
+        return task.result()
+
+    async def _end_without_followers(self) -> None:
+        """End this process, so that Ray notes the loss of the generator, if another device is gone.
+
+        Raises:
+          RayTaskError: it has failed.
+        """
+        errors = import_ray().exceptions
+        for _, end in self._following:
+            try:
+                await asyncio.wait_for(end, FOLLOWER_S)
+            except TimeoutError:  # it is there
+                continue
+            except errors.RayActorError:
+                os._exit(1)
+
+
+def sent_job(job: RLJob) -> SentJob:
+    """The job of a run as a generator has it, without models that reward, which are the trainer's."""
+    generators = job.settings.devices.generators
+    assert generators is not None
+    sizes = generators.sizes
+    settings = with_flags(job.settings, place=None, mesh=text(sizes), **dict.fromkeys(SCORERS))
+    models = {name: model for name, model in job.models.items() if name not in SCORERS}
+    own = dataclasses.replace(job, settings=settings, models=models, judge=None, sizes=sizes, generate_sizes=sizes)
+    return sys.path, loaded_files(), cloudpickle.dumps(own)
+
+
+def row_bytes(rows: Rows) -> list[np.ndarray]:
+    """Each row as the bytes of its fields, without padding."""
+
+    def dumped(number: int, length: int) -> np.ndarray:
+        row = own_batch(rows, np.array([number]))
+        row = map_kinds(lambda kind, x: kind.fit(x, length) if kind.per_token else x, row)
+        return np.frombuffer(pickle.dumps(group_fields(row), pickle.HIGHEST_PROTOCOL), np.uint8)
+
+    return [dumped(*row) for row in enumerate(rows.lengths.tolist())]
+
+
+def rows_of_bytes(parts: Sequence[np.ndarray], mesh: Mesh) -> Rows:
+    """The rows of `row_bytes`, on one rank. There is at least one."""
+    return join_rows([rows_of_fields(pickle.loads(part.data), mesh) for part in parts])
+
+
+def group_fields(batch: Batch) -> messages.GroupFields:
+    """Fields of rows on the host."""
+    return messages.GroupFields(trees.map(lambda x: x.cpu(), as_dict(batch)), messages.further_fields(batch))
+
+
+def rows_of_fields(fields: messages.GroupFields, mesh: Mesh) -> Rows:
+    """The rows of `group_fields`, on one rank."""
+    values = trees.map(lambda x: x.to(mesh.device), fields.fields)
+    return rows_of(Batch(FIELDS | fields.further if fields.further else FIELDS, **values), mesh=mesh)
+
+
+# A function that gives a value on the first rank, None before it is there, and another that makes the answer of it.
+LocalAnswer = tuple[Callable[[], Any], Callable[[Any], Any]]
 ROWS = "rows"  # topic of the exchange
 
 
-class PromptCounter:
-    """Positions of prompts in their order, which the first rank alone takes; in place of a `GroupBoard`.
+class RayGenerators(GroupGenerators, Requests):
+    """Trainer-side client of generators on Ray; a `RemoteGenerators`.
 
-    Attributes:
-      replicas: number of replicas by which metrics divide; generators come and go.
+    Requests that generator ranks would answer are answered by this program, on its first rank.
     """
-
-    replicas = 1
-
-    def __init__(self) -> None:
-        """Begin with the first prompt."""
-        self._taken = 0
-
-    def take_prompt(self, count: int = 1) -> int:
-        """Position of the first of some prompts, which are taken."""
-        self._taken += count
-        return self._taken - count
-
-
-class RayGenerators(GroupGenerators):
-    """Trainer-side client of generators on Ray; a `RemoteGenerators`."""
 
     def __init__(self, job: RLJob, engine: RayEngine, generation: Generation, show: Show) -> None:
         """Ask for generators, on the first rank.
@@ -91,58 +363,51 @@ class RayGenerators(GroupGenerators):
           generation: of the trainer ranks.
           show: receives remarks.
         """
-        super().__init__(job, engine, generation, show)
-        self._generation = generation
+        GroupGenerators.__init__(self, job, engine, generation, show)
+        Requests.__init__(self, self.mesh)
+        self.requests = engine.requests = self
+        engine.held = lambda version: self._digests(version) is not None
         self._ray = engine.ray
         self._exchange = engine.exchange
+        self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
+        generation = for_heldout(generation)
+        self._evaluation = generation._replace(engine=generation.engine._replace(mesh=self._alone))
+        self._evaluated_step = 0
+        self._answers: dict[int, LocalAnswer] = {}
         self._notes: list[str] = []
-        self._replaced: dict[int, WrittenGroup] = {}  # by place, which other prompts refill
-        self._rows: dict[int, WrittenRows] = {}  # of groups and of greedy baselines, by their numbers
-        self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of their samples
+        self._replaced: dict[int, messages.WrittenGroup] = {}  # by place, which other prompts refill
+        self._rows: dict[int, Sequence[np.ndarray]] = {}  # of groups, and of greedy baselines, by their numbers
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
-        filters = self._rule.prompts > 1 and not self._rule.rounds
-        self._link = GeneratorLink(_request(job, engine, filters), self._exchange, self._notes.append)
-        self._board = PromptCounter()
-        engine.complete = self._complete_greedily
-        engine.wait_for_digests = self._wait_for_digests
+        self._positions = 0  # of prompts that are taken
+        self._link = GeneratorLink(self._actors(job), self._exchange, self._notes.append)
         if self.mesh.rank == 0:
             engine.publish = self._link.publish
-            engine.digests_of = self._digests
             self._link.start()
 
-    def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
-        """Rows of a step; see `GroupGenerators`. Collective."""
-        with self._link.changed:
-            for number in self._released:
-                for kept in (self._rows, self._objects, self._logged):
-                    kept.pop(number, None)
-        self._released.clear()
-        self._unlogged.clear()
-        if self.mesh.rank == 0:
-            self._exchange.drop.remote([(ROWS, step - 1)])
-        return super().take_step(next_rows, state, step, steps)
+    def _actors(self, job: RLJob) -> ActorRequest:
+        """Actors of a run."""
+        bounds = job.settings.devices.generators
+        assert bounds is not None
+        resource = "GPU" if job.device == "cuda" else "CPU"
+        filters = self._rule.prompts > 1 and not self._rule.rounds
+        amount = {f"num_{resource.lower()}s": bounds.tensor}
+        actor = self._ray.remote(GeneratorActor).options(**amount, max_concurrency=1 << 16)
+        own = None if self.mesh.rank else self._ray.put(sent_job(job))
+        start = functools.partial(actor.remote, own, self._exchange, filters)
+        return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
         """Begin to take the batch of a step; see `GroupGenerators`."""
         with self._link.changed:
             super().begin_step(step, position, steps)
             self._link.ledger = self.ledger
-            self._link.batches[self.engine.version or 0] = step - 1
+            self._link.batches[self.engine.version] = step - 1
         self._link.wake()
-
-    def _write_episodes(self, request: EpisodesRequest) -> WrittenFiles:
-        """Write episodes on the first rank; see `GroupGenerators`. Collective."""
-        return from_first_rank(write_logged(request, self._logged, Mesh()), self.mesh)
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
         with self._link.changed:
             super().end_step()
-
-    def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
-        """Have generators evaluate the newest weights, before other work; see `Source`. Collective."""
-        wait = self._begin("write_heldout", [(place,) for place in range(len(self._generation.evaluation.heldout))])
-        return lambda: self._evaluated_by(wait, step)
 
     def close(self) -> None:
         """End the generators, and leave the cluster."""
@@ -151,7 +416,35 @@ class RayGenerators(GroupGenerators):
             self._ray.kill(self._exchange)
         self._ray.shutdown()
 
-    def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
+    def post(self, request: object) -> int:
+        """Begin to answer a request; see `Requests`."""
+        if isinstance(request, DigestsRequest):
+            answer = functools.partial(self._digests, request.version), lambda digests: digests
+        elif isinstance(request, GreedyRequest):
+            answer = self._begin("greedy", [(request.prompts, request.new_tokens)]), lambda values: values[0]
+        elif isinstance(request, messages.EpisodesRequest):
+            answer = lambda: True, lambda _: messages.PoolAnswer(write_logged(request, self._logged, Mesh()))
+        elif isinstance(request, messages.BeginEvaluationRequest):
+            self._evaluated_step = request.step
+            self._heldout_values = self._begin("write_heldout", [(place,) for place in range(len(self._heldout))])
+            return -1  # nobody waits for an answer
+        else:
+            answer = self._heldout_values, functools.partial(self._evaluated_by, request)
+        self.posted += 1
+        self._answers[self.posted] = answer
+        return self.posted
+
+    def answer(self, number: int, waits_for: str) -> Any:
+        """The answer to a request, once it is there; see `Requests`. Collective."""
+        look, finish = self._answers.pop(number)
+        value = self._awaited_by(look, waits_for)
+        return from_first_rank(finish(value) if self.mesh.rank == 0 else None, self.mesh)
+
+    def _take_prompts(self, count: int = 1) -> int:
+        self._positions += count
+        return self._positions - count
+
+    def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[messages.GroupPrompt]) -> Sequence[int]:
         with self._link.changed:
             return super()._ask_for_batch(lost, prompts)
 
@@ -159,32 +452,11 @@ class RayGenerators(GroupGenerators):
         """The places that may begin and were not asked for; the link begins them in the ledger."""
         return [place for place in ledger.next_places(ledger.version, ledger.until) if place not in self._link.asked]
 
-    def _ask(self, works: Sequence[GroupWork], queue: str = "") -> None:
+    def _ask(self, works: Sequence[messages.GroupWork], queue: str = "") -> None:
         """Ask for groups; those without a place are written with the newest weights."""
         del queue
-
-        def call(work: GroupWork) -> GeneratorCall:
-            keep = functools.partial(self._keep, work)
-            return GeneratorCall("write", (work,), keep, objects=1 + self._samples + work.baseline, place=work.place)
-
-        self._link.begin([call(work) for work in works])
-
-    def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
-        """Groups that have ended; see `GroupGenerators`. Collective."""
-        groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
-        if groups is not None and self.mesh.world > 1:
-            references = {
-                (number, sample): [reference]
-                for group in groups
-                for number in (group, baseline_of(group))
-                for sample, reference in enumerate(self._objects.get(number, ((), ()))[0])
-            }
-            self._ray.get(self._exchange.post.remote((ROWS, self.step), references))
-        groups = from_first_rank(groups, self.mesh)
-        for number, group in groups.items():
-            parts = {number: group.written, baseline_of(number): group.baseline}
-            self._rows |= {part: rows for part, rows in parts.items() if rows is not None}
-        return groups
+        keep = self._keep
+        self._link.begin([GeneratorCall("write", (work,), functools.partial(keep, work), work.place) for work in works])
 
     def _look(self, look: Callable[[], Any], limit: ProgressLimit) -> Any:
         """The result of `look`, under the lock; None: it has given none for some seconds.
@@ -193,146 +465,81 @@ class RayGenerators(GroupGenerators):
           Exception: whatever ends the run, such as ClusterError.
         """
         del limit  # the link has its own
-        deadline = time.monotonic() + PROGRESS_S
-        result = None
+
+        link = self._link
         try:
-            with self._link.changed:
-                self._link.check()
-                while (result := look()) is None and not self._notes:
-                    if not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
-                        break
-                    self._link.check()
+            with link.changed:
+                return link.changed.wait_for(lambda: link.check() or look(), PROGRESS_S)
         finally:
             while self._notes:
                 self.show.note(self._notes.pop(0))
-        return result
 
-    def _keep(self, work: GroupWork, value: tuple[WrittenGroup, bool], references: Any, objects: Any) -> None:
+    def _keep(self, work: messages.GroupWork, delivered: DeliveredGroup) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
-        group, keeps = value
+        group = delivered.group
         place = work.place
         if place is not None:
-            group = in_place_of(self._replaced.pop(place, None), group)
-            if self.refills and not keeps and self.ledger is not None and self.ledger.refill([place]):
+            group = messages.in_place_of(self._replaced.pop(place, None), group)
+            if self.refills and not delivered.keeps and self.ledger is not None and self.ledger.refill([place]):
                 self._replaced[place] = group
                 self._ask_places(self.ledger)
                 return
         self._written[work.number] = group
-        self._logged[work.number] = objects[0]
-        end = 1 + self._samples
-        self._objects[work.number] = references[1:end], objects[1:end]
-        self._objects[baseline_of(work.number)] = references[end:], objects[end:]
+        self._logged[work.number] = delivered.episodes
+        self._rows |= delivered.rows
 
     def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
         """Fields of the rows that this rank trains, from the object store; see `GroupGenerators`."""
-        origins = origins[to == int(mesh.index(mesh.row_axes))]
-        if not len(origins):
-            return own_fields(rows.batch)[0]
-        places = []
-        for number, own in split_origins(origins):
-            written = self._rows[number]
-            sample_B = samples_of(written.fields, len(written.owner))
-            places += [((number, int(sample_B[row])), int((sample_B[:row] == sample_B[row]).sum())) for row in own]
-        keys = list(dict.fromkeys(key for key, _ in places))
+        index = int(mesh.index(mesh.row_axes))
         if self.mesh.rank == 0:
-            objects = [self._objects[number][1][sample] for number, sample in keys]
-        else:
-            taken = self._ray.get(self._exchange.take.remote((ROWS, self.step), keys))
-            objects = self._ray.get([reference for [reference] in taken])
-        alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
-        samples = {key: rows_of_fields(pickle.loads(x), alone) for key, x in zip(keys, objects, strict=True)}
-        return own_fields(join_rows([take(samples[key], np.array([index])) for key, index in places]).batch)[0]
+            shares = (
+                [self._rows[x >> 32][x & 0xFFFFFFFF] for x in origins[to == rank].tolist()]
+                for rank in range(mesh.size(mesh.row_axes))
+            )
+            references = {rank: self._ray.put(share) for rank, share in enumerate(shares)}
+            self._ray.get(self._exchange.post.remote(ROWS, references))
+        from_first_rank(None, self.mesh)  # they are there
+        share = self._ray.get(self._ray.get(self._exchange.take.remote(ROWS))[index])
+        gather_objects(None, self.mesh)  # before others take their place
+        for kept, numbers in ((self._rows, self._released), (self._logged, self._unlogged)):
+            for number in numbers:
+                kept.pop(number, None)
+            numbers.clear()
+        return messages.own_fields(rows_of_bytes(share, self._alone).batch if share else rows.batch)[0]
 
     def _digests(self, version: int) -> EngineDigests | None:
         """Digests of a generator that holds a version; None: no one does."""
-        with self._link.changed:
-            self._link.check()
-            digests = self._link.digests
+        digests = self._link.digests
         return digests if digests is not None and digests.version == version else None
 
-    def _wait_for_digests(self, version: int) -> EngineDigests:
-        """Digests of a generator, once it holds the newest weights. Collective."""
-        digests = self._awaited_by(lambda: self._digests(version), f"the generators' weights {version}")
-        return from_first_rank(digests, self.mesh)
+    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[], list[Any] | None]:
+        """Begin calls of generators with the newest weights, on the first rank.
 
-    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[str], list[Any]]:
-        """Begin calls of generators with the newest weights.
-
-        Returns: a function that waits for their values, which the first rank gets; collective, with a name.
+        Returns: a function that gives their values; None before all are there.
         """
         values: dict[int, Any] = {}
-
-        def call(number: int, own: tuple[object, ...]) -> GeneratorCall:
-            return GeneratorCall(method, own, lambda value, references, objects: values.update({number: value}))
-
         if self.mesh.rank == 0:
-            self._link.begin([call(number, own) for number, own in enumerate(arguments)])
-        look = lambda: [values[i] for i in range(len(arguments))] if len(values) == len(arguments) else None  # noqa: E731
-        return lambda name: self._awaited_by(look, name) or []
+            keep = values.__setitem__
+            calls = [GeneratorCall(method, own, functools.partial(keep, n)) for n, own in enumerate(arguments)]
+            self._link.begin(calls)
+        return lambda: [values[n] for n in sorted(values)] if len(values) == len(arguments) else None
 
-    def _complete_greedily(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-        results = self._begin("greedy", [(prompts, new_tokens)])("the generators' probe")
-        tokens_BS, logp_BS, spread = from_first_rank(results[0] if results else None, self.mesh)
-        return Greedy(tokens_BS.to(self.mesh.device), logp_BS.to(self.mesh.device), spread)
-
-    def _evaluated_by(self, wait: Callable[[str], list[Any]], step: int) -> dict[str, float]:
-        """Metrics of an evaluation. Collective.
-
-        Raises:
-          RewardError: a reward function or the environment has failed; on every rank.
-        """
-        written = wait(f"the generators' evaluation after step {step}")
-        problem = from_first_rank(next((x for x in written if isinstance(x, str)), None), self.mesh)
-        if problem is not None:
-            raise RewardError(problem)
-        generation = for_heldout(self._generation)
-        if generation.rewards.rescore is not None:
-            written = from_first_rank(written, self.mesh)
-        metrics = None
-        if written:
-            alone = Mesh(device=self.mesh.device)
-            generation = generation._replace(engine=generation.engine._replace(mesh=alone))
-            heldout, sampling, *_ = generation.evaluation
-            facts = [done._asdict() for done, _ in written]
-            parts = [rows_of_fields(x, alone) for _, x in written]
-            done, rows = join_groups(facts, parts, alone, samples=sampling.samples)
-            if generation.rewards.rescore is not None:
-                ranks = self.mesh.size(self.mesh.row_axes)
-                shares = split_rows(rows.batch, np.arange(len(rows.owner)) * ranks // len(rows.owner), self.mesh)
-                scored = generation.rewards.rescore(shares, heldout, "eval").batch
-                rows = rows.with_fields(score=scored.score, scores=scored.scores)
-            completions = [
-                x._replace(number=place * sampling.samples + x.number)
-                for place, of in enumerate(facts)
-                for x in of["completions"]
-            ]
-            done = done._replace(completions=completions)
-            if self.mesh.rank == 0:
-                metrics = heldout_metrics(generation, done, rows, self.show, step)
-        return from_first_rank(metrics, self.mesh)
-
-
-def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
-    """The source of trainer ranks whose rows generators on Ray write; a `MakeSource`."""
-    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
-    generation = remarked_generation(job, parts, frozen, clock, show)
-    engine: object = parts.generator.engine
-    assert isinstance(engine, RayEngine)
-    generators = RayGenerators(job, engine, generation, show)
-    return source_of_generators(job, generation, generators, clock, show)
-
-
-def _request(job: RLJob, engine: RayEngine, filters: bool) -> ActorRequest:
-    """Actors of a run; `filters` as of a `GeneratorActor`."""
-    bounds = generators_on_ray(job.settings.devices.place)
-    assert bounds is not None
-    ray = engine.ray
-    resource = "GPU" if job.device == "cuda" else "CPU"
-    amount = {"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}
-    own = None if engine.mesh.rank else ray.put(sent_job(job))
-
-    def start() -> Any:
-        actor = ray.remote(GeneratorActor).options(**amount, max_concurrency=1 << 16)
-        return actor.remote(own, filters)
-
-    return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)
+    def _evaluated_by(self, request: object, written: Sequence[WrittenHeldout]) -> messages.PoolAnswer:
+        """End an evaluation whose completions are there, or have models score their rows first."""
+        groups = [group for group in written if not isinstance(group, str)]
+        if len(groups) < len(written):
+            return messages.PoolAnswer(None, problem=next(problem for problem in written if isinstance(problem, str)))
+        generation = self._evaluation
+        samples = generation.evaluation.sampling.samples
+        parts = [rows_of_fields(fields, self._alone) for _, fields in groups]
+        done, rows = messages.join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
+        done = done._replace(completions=[completion for part, _ in groups for completion in part.completions])
+        if isinstance(request, messages.ScoresRequest):
+            del self._rows[messages.HELDOUT]
+            rows = rows.with_fields(**{name: x.to(self.mesh.device) for name, x in request._asdict().items()})
+        elif self._rescore is not None:
+            self._rows[messages.HELDOUT] = row_bytes(rows)
+            return messages.PoolAnswer(messages.written_rows(done, rows))
+        show = ShowBuffer()
+        metrics = heldout_metrics(generation, done, rows, show, self._evaluated_step)
+        return messages.PoolAnswer(messages.HeldoutEvaluation(metrics, show.kept, show.table))

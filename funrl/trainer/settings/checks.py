@@ -245,7 +245,7 @@ def check_requirements(s: Settings) -> None:
 def check_engine_flags(s: Settings) -> None:
     """Refuse flags that an engine does not take. Raises: SettingsError."""
     abilities = s.engines.abilities
-    check_needs(s, own_steps=abilities.own_steps, servers=abilities.servers)
+    check_needs(s, own_steps=abilities.own_steps, servers=abilities.servers, float8=abilities.float8)
     if s.estimate.dry_run and not abilities.own_steps:
         raise s.refusal("{dry_run} with {engine}: it counts the native engine; leave one of them out")
     if s.engines.engine_url is None and abilities.servers:

@@ -52,6 +52,7 @@ PARTS_NEEDED = {  # parts of a run without which some flags do nothing; {mesh} s
     "shards": "several devices to shard over ({mesh}) by --fsdp_axes",
     "trained_shards": "a model that learns ({fsdp_models})",
     "own_steps": f"--engine={engines_that('own_steps')}",
+    "float8": f"--engine={engines_that('float8')}",
     "servers": f"--engine={engines_that('servers')}",
 }
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -624,6 +624,12 @@ class EngineSettings:
         at_least(0),
         needs=("own_steps",),
     )
+    rollout_dtype: str = flag(
+        "auto",
+        "dtype of generation's products: float8, if the loss corrects by the engine's log-probabilities; auto: --dtype",
+        one_of("auto", "float8"),
+        needs=("float8",),
+    )
     state_snapshot_tokens: int = flag(4096, "tokens between snapshots of recurrent states; 0: none", at_least(0))
     queue: str = flag(
         "tickets",
@@ -648,6 +654,11 @@ class EngineSettings:
         "first sync on; 0: never",
         at_least(0),
     )
+
+    @property
+    def float8(self) -> bool:
+        """True if the engine multiplies in 8 bits."""
+        return self.rollout_dtype == "float8"
 
     @property
     def abilities(self) -> EngineAbilities:

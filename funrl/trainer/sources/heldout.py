@@ -56,7 +56,7 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     """Complete the held-out prompts, show some completions, and return their metrics. Collective."""
     if generation.remote is not None:
         with clock.phase("eval"):
-            return generation.remote.evaluate(step, show)
+            return generation.remote.evaluate(step)
     with clock.phase("eval"):
         writer = HeldoutWriter(generation, step, alone=True)
         share = writer.run()

@@ -162,8 +162,8 @@ class RemoteGenerators(Protocol):
         """The first sample of some of the first prompts of the newest rows, by the prompt's number among these."""
         ...
 
-    def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Metrics on the held-out prompts; `show` receives some completions."""
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics on the held-out prompts, of which the client shows some completions."""
         ...
 
 

@@ -12,10 +12,9 @@ from funrl.algos.advantages.units import by_unit, units_of, units_of_copies
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage
 from funrl.algos.masks import total, where_masked
-from funrl.algos.metrics import EffectiveShare, Max
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
-from funrl.trainer.steps.step import EFFECTIVE_SHARE, engine_gap, engine_weights
+from funrl.trainer.steps.engine_gap import engine_tokens, whole_engine_gap
 from funrl.trainer.steps.step_rows import Rows, mapped, on_cpu, take
 
 
@@ -62,11 +61,10 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
     """
     units = units_of(rows.batch)
     batch = rows.batch if units is None else by_unit(rows.batch, units)
-    mask = batch.mask
+    mask = engine_tokens(batch)
     own_B = torch.ones_like(batch.truncated)
     demonstration = batch.get("demonstration")
     if demonstration is not None:
-        mask = mask & ~demonstration
         own_B = batch.across.sums(demonstration) == 0
     sampled = _count(mask, batch)
     response_B = batch.across.sums(mask.double())[own_B]
@@ -107,13 +105,9 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
             variance = _variance(returns, made.mask, batch, count).clamp_min(1e-12)
             out |= {"critic/vf_explained_var": 1 - unexplained / variance}
     if batch.get("old_logp") is not None:
-        out["rollout/logprob_gap_mean"] = total((batch.old_logp - batch.rollout_logp).abs(), mask, batch) / sampled
-        if batch.get("stale") is not None:
-            weight = engine_weights(batch, mask).double()
-            sums = (total(weight, mask, batch), total(weight.square(), mask, batch), sampled)
-            out[EFFECTIVE_SHARE] = EffectiveShare(*sums).value
-        largest = {name: metric for name, metric in engine_gap(batch).items() if isinstance(metric, Max)}
-        peaks |= {name: (x.value.reshape(1), torch.ones(1, dtype=torch.bool), 1) for name, x in largest.items()}
+        gaps, largest = whole_engine_gap(batch, rows.mesh)
+        out |= gaps
+        peaks |= {name: (x.reshape(1), torch.ones(1, dtype=torch.bool), 1) for name, x in largest.items()}
     return {name: float(value) for name, value in (out | _peaks(peaks, rows)).items()}
 
 

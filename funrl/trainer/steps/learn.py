@@ -14,11 +14,13 @@ from funrl.batch import Batch, with_rows_spread
 from funrl.compiled_kernels.exact.packs import forget
 from funrl.data.packing import Packing
 from funrl.mesh.collectives import psum
+from funrl.models.weight_dtypes import narrow_weights
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.engine_gap import ENGINE_GAPS
 from funrl.trainer.steps.micro import own_places, packed, plan_epoch, row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
 from funrl.trainer.steps.skipped import Skips, odd_term
-from funrl.trainer.steps.step import ENGINE_GAPS, LossTotals, NotFiniteError, train_step
+from funrl.trainer.steps.step import LossTotals, NotFiniteError, train_step
 from funrl.trainer.steps.step_rows import (
     SINGLE_ROWS,
     Epoch,
@@ -186,7 +188,8 @@ def _updated(
             numbers = [number for i in error.suspects for number in update.part[own[i]].tolist()]
             monitor.skips.add(error, update.name, update.rows, update.part, term or numbers)
             return state, {}
-    forget(*trees.leaves(state.params))  # packed copies of the old weights: generation may need the memory
+    for params in (state.params, narrow_weights(state.params, role.placed.dtype)):
+        forget(*trees.leaves(params))  # packed copies of the old weights: generation may need the memory
     if monitor.skips is not None:
         monitor.skips.made(update.name)
     return state, metrics

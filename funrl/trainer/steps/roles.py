@@ -29,6 +29,7 @@ from funrl.fields import FIELDS
 from funrl.models.lora import on_base, trained_part
 from funrl.models.model import Model
 from funrl.models.placed import Placed, Teacher
+from funrl.models.weight_dtypes import renew_copies
 from funrl.optim import Transformation
 from funrl.role_kinds import ROLES
 from funrl.trainer.steps.optimizer import with_frozen
@@ -225,6 +226,13 @@ def weights_of(
     """
     own = {**frozen, **{name: state.params for name, state in states.items()}}
     return {name: role.whole(own.get(name), frozen) for name, role in roles.items()}
+
+
+def keep_copies(roles: Mapping[str, Role], states: Mapping[str, RoleState]) -> None:
+    """Make the copies that the first passes read of the weights of the roles that learn; updates renew them."""
+    for name, state in states.items():
+        if roles[name].programs is None:
+            renew_copies(state.params, roles[name].placed.dtype)
 
 
 def row_fields_of(loss: Loss) -> tuple[str, ...]:

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Loss
-from funrl.algos.losses.ratios import bounded_exp
-from funrl.algos.masks import where_masked
-from funrl.algos.metrics import EffectiveShare, Max, Metric, token_mean_of, value_of
+from funrl.algos.metrics import Max, Metric, token_mean_of, value_of
 from funrl.algos.reading import reads
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.sums import psum_tree, sum_rest
+from funrl.models.weight_dtypes import cast_weights, renew_copies
 from funrl.optim import global_norm, step_
+from funrl.optim.gradients import add_gradients, widened
 from funrl.processes.heartbeat import beat
+from funrl.trainer.steps.engine_gap import engine_gap, gap_metrics
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import (
     ROUTER_COUNTS,
@@ -124,7 +125,9 @@ def updated(role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> Ro
     """The state after an update by a gradient of this norm, in place; all arguments are donated."""
     if role.optimizer is None:
         raise TypeError("a frozen role has no optimizer")
-    return RoleState(*step_(role.optimizer, grads, state.opt_state, state.params, norm))
+    params, opt_state = step_(role.optimizer, grads, state.opt_state, state.params, norm)
+    renew_copies(params, role.placed.dtype)
+    return RoleState(params, opt_state)
 
 
 def gradient(
@@ -143,21 +146,23 @@ def gradient(
         micro_batches = list(micro_batches)
         chosen = _choices(role, params, micro_batches, frozen)
     lanes = 1 if role.programs is None else role.programs.lanes
+    weights = weights_to_learn(role, params)
     ahead = iter(micro_batches)
     while group := tuple(itertools.islice(ahead, lanes)):  # zip would hold one more
         given = (denominators, frozen, chosen)
         if role.programs is None:
-            (value, sums), grad = trees.value_and_grad(objective)(params, role, *group, *given)
+            (value, sums), grad = trees.value_and_grad(objective)(weights, role, *group, *given)
         else:
             (value, sums), grad = role.programs.value_and_grad(params, role, group, *given)
         numerators, metrics = sums
-        grads = grad if grads is None else _accumulate(grads, grad)
+        grads = grad if grads is None else add_gradients(grads, grad, params)
         del grad  # before the next one is made
         micro_losses += value.detach().reshape(-1).unbind()
         beat()
         sums_so_far = _joined(sums_so_far, numerators, metrics)
     if sums_so_far is None:
         raise ValueError("a mini-batch has no micro-batch")
+    grads = widened(grads, params)
     grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     load = sums[1].get(ROUTER_COUNTS, ())
@@ -281,43 +286,6 @@ def fields_of(loss: Loss) -> frozenset[str]:
     return read.required | read.optional
 
 
-EFFECTIVE_SHARE = "rollout/effective_share"
-ENGINE_GAPS = frozenset(
-    {"rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout/stale_gap_max", EFFECTIVE_SHARE}
-)
-
-
-def engine_gap(batch: Batch) -> dict[str, Metric]:
-    """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest.
-
-    The largest is of tokens that the weights which score them sampled, with keys and values that these computed; that
-    of all others is `rollout/stale_gap_max`. Where rows may be stale, `rollout/effective_share` is the effective sample
-    size of the importance weights trainer / engine, as a share of the tokens.
-    """
-    given = batch.get("demonstration")  # tokens that no engine sampled
-    mask_BT = batch.mask if given is None else batch.mask & ~given
-    gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), mask_BT)
-    stale_BT = batch.get("stale")
-    metrics: dict[str, Metric] = {"rollout/logprob_gap_mean": token_mean_of(gap_BT, mask_BT)}
-    if stale_BT is None:
-        return metrics | {"rollout/logprob_gap_max": _largest(gap_BT)}
-    weight_BT = engine_weights(batch, mask_BT)
-    return metrics | {
-        "rollout/logprob_gap_max": _largest(where_masked(gap_BT, ~stale_BT)),
-        "rollout/stale_gap_max": _largest(where_masked(gap_BT, stale_BT)),
-        EFFECTIVE_SHARE: EffectiveShare(weight_BT.sum(), weight_BT.square().sum(), mask_BT.count_nonzero().to(gap_BT)),
-    }
-
-
-def engine_weights(batch: Batch, mask_BT: Tensor) -> Tensor:
-    """Importance weights trainer / engine [B, T] of the tokens of a mask, 0 elsewhere; the log is clamped to +-20."""
-    return where_masked(bounded_exp(batch.old_logp - batch.rollout_logp), mask_BT)
-
-
-def _largest(x: Tensor) -> Max:
-    return Max(x.max() if x.numel() else x.new_zeros(()))
-
-
 def _joined(joined: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:
     """Sums (numerators, parts of metrics) and largest values, with those of one more micro-batch."""
     mine = (numerators, {k: tuple(v) for k, v in metrics.items() if not isinstance(v, Max)})
@@ -342,9 +310,15 @@ def _values(
     if peaks:
         names, most = zip(*peaks.items(), strict=True)
         values |= dict(zip(names, pmax(torch.stack(most), mesh, mesh.row_axes), strict=True))
-    return load_metrics(values), value_of(numerators, tuple(denominators))
+    return gap_metrics(load_metrics(values)), value_of(numerators, tuple(denominators))
 
 
-def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:
-    torch._foreach_add_(trees.leaves(total), trees.leaves(more))
-    return total
+def weights_to_learn(role: Role, params: trees.Tree) -> trees.Tree:
+    """The weights of a role that gradients are taken by.
+
+    They are in the dtype to compute in, and so are their gradients, which are widened where they are added. Weights
+    that are gathered are as they are stored: so are the sums of their gradients over ranks.
+    """
+    if any(have != want for have, want in zip(trees.leaves(role.stored), trees.leaves(role.compute), strict=True)):
+        return params
+    return cast_weights(params, role.placed.dtype)

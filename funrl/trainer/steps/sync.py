@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh.collectives import psum
 from funrl.mesh.pools.transfer import SentWeights
 from funrl.mesh.reshard import reshard
 from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.lora import on_base
-from funrl.models.weight_dtypes import weight_dtype
+from funrl.models.weight_dtypes import narrow_weights, weight_dtype
 from funrl.role_kinds import BASE
 from funrl.rollout.certificate import certify, compare_weights, sync_digests
+from funrl.rollout.native.control_rows import ControlTotals
+from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.clock import Clock
@@ -63,7 +67,7 @@ def _send_in_background(
 
     def sent(name: str, own: trees.Tree, version: int, merge: bool = True) -> SentWeights:
         role = parts.roles[name]
-        policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
+        policy = _for_engine(role, own, frozen, merge)
         return SentWeights(policy.tree(), generator.to_whole if merge else generator.to_engine, version)
 
     version = state.version + 1
@@ -109,12 +113,22 @@ def policy_weights(
     generator = parts.generator
     engine = generator.whole if merge else generator.engine
     to_engine = generator.to_whole if merge else generator.to_engine
-    policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
     if engine.weights.streamed:
-        yield from policy.exported(engine.weights.names)
+        yield from deployed(role.placed, role.whole(own, frozen), merge=merge).exported(engine.weights.names)
     else:
+        policy = _for_engine(role, own, frozen, merge)
         donate = bool(policy.merged)
         yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=donate))
+
+
+def _for_engine(role: Role, own: trees.Tree, frozen: Mapping[str, trees.Tree], merge: bool) -> DeviceWeights:
+    """Weights of a policy as they are sent to an engine: in the dtype to compute in where they are already.
+
+    Adapters are merged as they learn.
+    """
+    if role.base is None or not merge:
+        own = narrow_weights(own, role.placed.dtype)
+    return deployed(role.placed, role.whole(own, frozen), merge=merge)
 
 
 def refresh_earlier_selves(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:
@@ -231,8 +245,30 @@ def wait_for_proof(parts: Parts) -> None:
         parts.generator.proof.settle()
 
 
+def control_metrics(parts: Parts) -> dict[str, float]:
+    """Metrics of the engines' control rows since the last call; none where engines have none. Collective.
+
+    "rollout/control_gap_mean" is the distance in nats of the log-probabilities in 8 bits from those of the weights as
+    they were loaded; "rollout/control_kept" the share of a row's tokens before the first that the same noise samples
+    otherwise by these.
+    """
+    engine = parts.generator.whole if isinstance(parts, GeneratingParts) else None
+    if not isinstance(parts, GeneratingParts) or not isinstance(engine, NativeEngine) or engine.control is None:
+        return {}
+    mesh = parts.generator.mesh
+    own = torch.tensor(engine.control.take(), dtype=torch.float64, device=mesh.device)
+    totals = ControlTotals(*psum(own, mesh, mesh.row_axes).tolist())
+    if not totals.tokens:
+        return {}
+    means = totals.distance / totals.tokens, totals.kept / totals.rows
+    return dict(zip(("rollout/control_gap_mean", "rollout/control_kept"), means, strict=True))
+
+
 def proof_metrics(parts: Parts) -> dict[str, float]:
-    """Metrics of the proofs that have ended since the last call, and the bytes that a sync gives to a rank's engine."""
+    """Metrics of the proofs that have ended since the last call, and counts of this rank's engine."""
     if not isinstance(parts, GeneratingParts):
         return {}
-    return {"sync/bytes": float(parts.generator.sync_bytes), **parts.generator.proof.take()}
+    generator = parts.generator
+    metrics = {"sync/bytes": float(generator.sync_bytes), **generator.proof.take()}
+    uncaptured = generator.whole.cost().uncaptured if isinstance(generator.whole, NativeEngine) else 0
+    return metrics | ({"rollout/uncaptured_passes": float(uncaptured)} if uncaptured else {})

@@ -21,14 +21,18 @@ class CapturedFunctions:
 
     What a function reads and writes, apart from its results, must keep its address until `drop`. Results are valid
     until the next run of any function. The first run of a key is eager, which loads and chooses kernels, and connects
-    the ranks. If a function cannot be captured, all of its kind stay eager, and the log says why.
+    the ranks. If a function cannot be captured, all of its kind stay eager, and the log says why, once.
 
     The ranks over "tensor" run the same keys in the same order. After each capture they agree whether all have
     succeeded: a rank that replays and one that computes would not meet in the same collectives.
+
+    Attributes:
+      uncaptured: number of runs of kinds that cannot be captured.
     """
 
     def __init__(self, mesh: Mesh):
         """Begin without a captured function. Only functions on CUDA are captured."""
+        self.uncaptured = 0
         self._mesh = mesh
         self._capture = mesh.device.type == "cuda"
         self._eager: set[str] = set()  # kinds that cannot be captured
@@ -51,6 +55,13 @@ class CapturedFunctions:
         self._graphs.clear()
         self._pool = None
 
+    def drop_where(self, unused: Callable[[Any], bool]) -> None:
+        """Forget the functions whose keys are unused, and their graphs; later graphs take their memory."""
+        self._seen = {key for key in self._seen if not unused(key)}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not unused(key)}
+        if not self._graphs:
+            self._pool = None
+
     def run(self, key: Hashable, compute: Compute, kind: str = "passes") -> tuple[Tensor, ...]:
         """Run a function, which must always be the same for a key.
 
@@ -61,8 +72,10 @@ class CapturedFunctions:
         """
         if not self._capture or kind in self._eager or key not in self._seen:
             self._seen.add(key)
+            self.uncaptured += kind in self._eager
             return compute()
         if key not in self._graphs and not self._captured_by_all(key, compute, kind):
+            self.uncaptured += 1
             return compute()
         graph, results = self._graphs[key]
         graph.replay()
