@@ -42,7 +42,7 @@ _LOWEST = tl.constexpr(-1e30)  # below every logit and finite, so that no differ
 
 
 class ProductTiles(NamedTuple):
-    """How programs share a product; no choice of these changes a bit.
+    """Shares of a product between programs; no choice of these changes a bit.
 
     Attributes:
       rows, outputs: of a tile.
@@ -515,7 +515,7 @@ def parts_of_terms(inner: int, wide: bool = False) -> int:
 
 
 def product_tiles(rows: int, outputs: int, parts: int) -> ProductTiles:
-    """How programs share a product."""
+    """Shares of a product between programs."""
     if rows > _ROWS:
         tiles = triton.cdiv(rows, 2 * _ROWS) * triton.cdiv(outputs, 2 * _ROWS)
         return ProductTiles(2 * _ROWS, 2 * _ROWS, 8, parts > 1 and tiles < _PROGRAMS)
