@@ -73,6 +73,7 @@ class TrainKeywords(SharedKeywords, total=False):
     teacher: TextValue | None
     teacher_top_k: WholeValue
     save_dtype: TextValue
+    numerics: TextValue
     backend: TextValue
     task: TextValue
     data: TextValue | None
@@ -112,7 +113,6 @@ class TrainKeywords(SharedKeywords, total=False):
     stalled_after: WholeValue
     verify_sync: TruthValue
     on_gap: TextValue
-    numerics: TextValue
     probe_sync_every: WholeValue
     samples_per_prompt: WholeValue
     new_tokens_per_step: WholeValue | None

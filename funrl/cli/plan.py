@@ -1,7 +1,7 @@
-"""The command `funrl plan`: what a run costs on some numbers of GPUs, and the file that starts it.
+"""The command `funrl plan`: cost of a run on some numbers of GPUs, and the file that starts it.
 
     funrl plan grpo --model=config.json --gpus=8,16,32 --hardware=h200 --gpu_price=2.5 --budget=400
-    funrl plan grpo --config=run.yaml --gpus=16 --launch=sky --to=run.sky.yaml
+    funrl plan grpo --config=run.yaml --gpus=16 --run_dir=/shared/runs/first --launch=slurm --to=run.sbatch
 
 Each number of devices is a dry run with --mesh=auto:N, or --place=auto:N where rows may be stale. Nothing is started.
 """
@@ -9,7 +9,7 @@ Each number of devices is a dry run with --mesh=auto:N, or --place=auto:N where 
 from __future__ import annotations
 
 import math
-import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,54 +17,90 @@ from typing import Any, NamedTuple
 import jinja2
 
 from funrl.algos.core import Algorithm
-from funrl.cli.command import read_command, with_models
+from funrl.cli.command import Command, Experiment, read_command, with_models
 from funrl.cli.doctor import experiment_of
 from funrl.cli.line import program_words
 from funrl.cli.usages import COMMANDS
-from funrl.cost.report import DEFAULT, command_text
+from funrl.cost.report import DEFAULT
 from funrl.cost.search import place_search, search
 from funrl.cost.tracing.hardware import HARDWARE, USABLE
-from funrl.cost.verdict import duration_text, rates_of, size, table, written_flags
+from funrl.cost.verdict import duration_text, quoted_flags, rates_of, size, table, written_flags
 from funrl.flags import parser as flags
+from funrl.flags.arguments import full_source
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least, one_of, parts
-from funrl.trainer.settings.settings import Settings, with_flags
+from funrl.trainer.settings.declaration import Flag, SettingsError, above, one_of, parts
+from funrl.trainer.settings.settings import Settings, settings_flags, with_flags
 
+
+class Launcher(NamedTuple):
+    """A form of the file that starts a run.
+
+    Attributes:
+      start: command that takes the file.
+      storage: meaning of --storage; "": the launcher does not mount one.
+    """
+
+    start: str
+    storage: str = ""
+
+
+class GpuNames(NamedTuple):
+    """Names of a kind of GPU.
+
+    Attributes:
+      sky: in SkyPilot.
+      resource: in Kubernetes.
+    """
+
+    sky: str
+    resource: str = "nvidia.com/gpu"
+
+
+CLAIM = "the name of a volume claim, such as shared"
 LAUNCHERS = {
-    "slurm": "sbatch",
-    "sky": "sky jobs launch --yes",
-    "kuberay": "kubectl apply -f",
-    "jobset": "kubectl apply -f",
+    "slurm": Launcher("sbatch"),
+    "sky": Launcher("sky jobs launch --yes", "a bucket, such as s3://mine"),
+    "kuberay": Launcher("kubectl apply -f", CLAIM),
+    "jobset": Launcher("kubectl apply -f", CLAIM),
 }
+GPUS = {
+    "a100": GpuNames("A100-80GB"),
+    "h100": GpuNames("H100"),
+    "h200": GpuNames("H200"),
+    "gb200": GpuNames("GB200"),
+    "mi300x": GpuNames("MI300X", "amd.com/gpu"),
+}
+OF_THE_IMAGE = ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "sbin", "sys", "tmp", "usr", "var", "work")
+CHOSEN = ("mesh", "generate_mesh", "place", "fsdp_axes")  # by the plan
 SHORTEST_GRACE_S = 600  # from SIGTERM to SIGKILL, for the end of a step and its checkpoint
-TRIED = "8,16,32,64"  # with a budget and without --gpus
-JUDGED = (
-    "seconds and prices are estimates from makers' numbers, of which 50 % of the FLOPs and 70 % of the bandwidths are\n"
-    "assumed; they have not been compared with published runs"
+WITH_BOUND = "8,16,32,64"  # devices that are tried for a bound on the cost, without --gpus
+ESTIMATES = (
+    "seconds and prices are estimates from makers' numbers: 50 % of the FLOPs and 70 % of the bandwidths are assumed;\n"
+    "they have not been compared with published runs"
 )
 PLAN_FLAGS = (
-    Flag("gpus", None, str, optional=True, text="devices", chosen=f"8, or {TRIED} with a bound on the cost"),
-    Flag("gpus_per_node", RANKS_PER_NODE, int, optional=False, text="devices of a node", bounds=(at_least(1),)),
+    Flag("gpus", None, str, optional=True, text="devices", chosen=f"8, or {WITH_BOUND} with a bound on the cost"),
     Flag("gpu_price", None, float, optional=True, text="price of a device for an hour", bounds=(above(0),)),
     Flag("gpu_hours", None, float, optional=True, text="bound on the hours of all devices", bounds=(above(0),)),
     Flag("budget", None, float, optional=True, text="bound on the price; needs --gpu_price", bounds=(above(0),)),
-    Flag("launch", None, str, optional=True, text="what starts the run", bounds=(one_of(*LAUNCHERS),)),
+    Flag("launch", None, str, optional=True, text="form of the file that starts the run", bounds=(one_of(*LAUNCHERS),)),
     Flag("to", None, str, optional=True, text="the file of --launch to write; without it it is printed"),
-    Flag("image", "funrl", str, optional=False, text="image of the containers, with --launch=kuberay or jobset"),
+    Flag("image", None, str, optional=True, text="image of the containers, with --launch", chosen="funrl"),
+    Flag("storage", None, str, optional=True, text="storage with --run_dir that all nodes mount, with --launch"),
 )
 
 
 class RunPlan(NamedTuple):
-    """A run on some devices.
+    """A run on a number of devices.
 
     Attributes:
       gpus: number of devices.
-      flags: that split the run over them.
+      flags: of the split over the devices.
       nbytes: largest memory of a device.
       fits: whether a device has room for it.
       step_s: seconds of a step.
-      tokens_per_s: tokens that are trained on in a second, prompts included.
-      hours: of all steps.
+      tokens_per_s: trained tokens a second, prompts included.
+      hours: of the whole run.
     """
 
     gpus: int
@@ -93,35 +129,57 @@ def plan_command(argv: Sequence[str]) -> int:
     flags.refuse_repeated(argv)
     line = flags.read(PLAN_FLAGS, argv)
     given = line.values
-    if given["budget"] is not None and given["gpu_price"] is None:
-        raise SettingsError(f"--budget={given['budget']:g}: give the price of a device for an hour, --gpu_price")
     counts = _counts(given)
-    words = [word for word in program_words(line.unknown, COMMANDS["plan"].usage) if word != "--resume"]
-    program = [f"funrl {words[0]}", *words[1:]]
-    command = with_models(read_command(experiment_of(words[0]), [*program, "--dry_run"], writes=False))
-    settings = command.settings
-    if given["launch"] is not None and not os.path.isabs(settings.run.run_dir or ""):
-        raise SettingsError(f"--launch={given['launch']}: give --run_dir, an absolute path that all nodes see")
-    hardware = settings.estimate.hardware or DEFAULT
-    plans = [plan_on(count, with_flags(settings, hardware=hardware), command.compose) for count in counts]
+    words = program_words(line.unknown, COMMANDS["plan"].usage)
+    experiment = experiment_of(words[0])
+    command = read_command(experiment, [f"funrl {words[0]}", *words[1:], "--dry_run"], writes=False)
+    own = own_flags(command, experiment)
+    hardware = command.settings.estimate.hardware or DEFAULT
+    _check_launch(given, own, hardware)
+    settings = with_flags(with_models(command).settings, hardware=hardware)
+    plans, problems = _plans(counts, settings, command.compose)
     price = given["gpu_price"]
-    most = [x for x in (given["gpu_hours"], given["budget"] and given["budget"] / price) if x is not None]
-    possible = [plan for plan in plans if plan.fits and plan.gpu_hours <= min(most, default=math.inf)]
-    best = min(possible, key=lambda plan: plan.hours, default=None)
-    print("\n".join(plans_table(plans, hardware, price)))
-    print(f"\n{JUDGED}\n")
-    if best is None:
-        cheapest = min(plans, key=lambda plan: (not plan.fits, plan.gpu_hours))
-        what = (
-            f"takes {cheapest.gpu_hours:,.1f} GPU-hours" if cheapest.fits else f"needs {size(cheapest.nbytes)} a device"
+    print("\n".join([*plans_table(plans, hardware, price), *problems]))
+    print(f"\n{ESTIMATES}\n")
+    bounds = [x for x in (given["gpu_hours"], given["budget"] and given["budget"] / price) if x is not None]
+    possible = [plan for plan in plans if plan.fits and plan.gpu_hours <= min(bounds, default=math.inf)]
+    if not possible:
+        nearest = min(plans, key=lambda plan: (not plan.fits, plan.gpu_hours))
+        needs = (
+            f"takes {nearest.gpu_hours:,.1f} GPU-hours" if nearest.fits else f"needs {size(nearest.nbytes)} a device"
         )
-        print(f"no plan fits; the nearest, on {cheapest.gpus} GPUs, {what}")
+        print(f"no plan fits; the nearest, on {nearest.gpus} GPUs, {needs}")
         return 1
-    text = command_text(program, best.flags)
+    best = min(possible, key=lambda plan: plan.hours)
+    text = f"funrl {words[0]} {quoted_flags({**own, **best.flags})}"
     print(f"on {best.gpus} {hardware}, {duration_text(best.hours * 3600)} for --steps={settings.run.steps}:\n  {text}")
     if given["launch"] is not None:
-        _launch(given, best, text, settings)
+        _write_launch(given, launch_text(given, best, text, settings))
     return 0
+
+
+def own_flags(command: Command, experiment: Experiment) -> dict[str, Any]:
+    """Flags of a command line and its --config file that a run takes, as `written_flags` writes them.
+
+    Flags of the dry run and --resume are left out.
+
+    Raises:
+      SettingsError: a flag is given that a plan chooses.
+    """
+    _, further = experiment.arguments(command.source)
+    defaults = {flag.name: flag.default for flag in (*experiment.common, *further)}
+    defaults["algorithm"] = None if experiment.algorithm is None else full_source(experiment.algorithm)
+    estimated = {"dry_run", "resume", *(name for name, flag in settings_flags().items() if flag.requires == "dry_run")}
+    own = {name: value for name, value in command.flags.items() if value != defaults[name] and name not in estimated}
+    for name in CHOSEN:
+        if name in own:
+            raise SettingsError(f"--{name}={own[name]}: funrl plan chooses it; leave it out")
+    texts: dict[bool | None, str] = {False: "false", None: "none"}
+    return {
+        name: texts[value] if value is None or value is False else value
+        for name, value in own.items()
+        if name != "fsdp"
+    }
 
 
 def plan_on(count: int, settings: Settings, compose: Callable[[], Algorithm]) -> RunPlan:
@@ -165,6 +223,24 @@ def plan_on(count: int, settings: Settings, compose: Callable[[], Algorithm]) ->
     )
 
 
+def _plans(
+    counts: Sequence[int], settings: Settings, compose: Callable[[], Algorithm]
+) -> tuple[list[RunPlan], list[str]]:
+    """Plans for numbers of devices, and lines on those that cannot be. Raises: SettingsError, none can be."""
+    plans: list[RunPlan] = []
+    problems = []
+    for count in counts:
+        try:
+            plans.append(plan_on(count, settings, compose))
+        except SettingsError as error:
+            if len(counts) == 1:
+                raise
+            problems.append(f"not on {count}: {error}")
+    if not plans:
+        raise SettingsError("\n".join(problems))
+    return plans, problems
+
+
 def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) -> list[str]:
     """Lines of a table of plans.
 
@@ -194,53 +270,103 @@ def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) ->
     return table(head, rows)
 
 
-def launch_text(launcher: str, plan: RunPlan, command: str, settings: Settings, *, per_node: int, image: str) -> str:
+def launch_text(
+    given: Mapping[str, Any], plan: RunPlan, command: str, settings: Settings, per_node: int = RANKS_PER_NODE
+) -> str:
     """The file that starts a plan.
 
     Args:
-      launcher: one of `LAUNCHERS`.
+      given: values of `PLAN_FLAGS`.
       plan: that is started.
       command: its command line.
       settings: of the run, with its directory and the hardware.
       per_node: devices of a node.
-      image: of containers.
-
-    Raises:
-      SettingsError: the devices do not fill nodes.
     """
-    nodes, rest = divmod(plan.gpus, min(per_node, plan.gpus))
-    if rest:
-        raise SettingsError(f"--gpus={plan.gpus}: they are not whole nodes of --gpus_per_node={per_node}")
+    nodes = max(1, plan.gpus // per_node)
     run_dir = Path(str(settings.run.run_dir))
+    gpu = GPUS[str(settings.estimate.hardware)]
     values = {
-        "name": "funrl",
+        "name": f"funrl-{re.sub('[^a-z0-9]+', '-', run_dir.name.lower())[:40]}".rstrip("-"),
         "nodes": nodes,
         "per_node": plan.gpus // nodes,
-        "hardware": settings.estimate.hardware or DEFAULT,
+        "accelerator": gpu.sky,
+        "resource": gpu.resource,
         "grace_s": max(SHORTEST_GRACE_S, math.ceil(3 * plan.step_s)),
         "command": command,
         "arguments": command.removeprefix("funrl "),
-        "folder": str(run_dir.parents[-2]) if len(run_dir.parents) > 1 else str(run_dir),
-        "image": image,
+        "folder": f"/{run_dir.parts[1]}",
+        "storage": given["storage"],
+        "image": given["image"] or "funrl",
     }
-    template = (Path(__file__).parent / "launchers" / launcher).read_text()
+    template = (Path(__file__).parent / "launchers" / given["launch"]).read_text()
     return jinja2.Template(template, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(values)
 
 
 def _counts(given: Mapping[str, Any]) -> list[int]:
-    """Numbers of devices to plan for."""
-    text = given["gpus"] or (TRIED if given["budget"] or given["gpu_hours"] else "8")
+    """Numbers of devices to plan for. Raises: SettingsError, a bound or a number cannot work."""
+    if given["budget"] is not None and given["gpu_price"] is None:
+        raise SettingsError(f"--budget={given['budget']:g}: give the price of a device for an hour, --gpu_price")
+    text = given["gpus"] or (WITH_BOUND if given["budget"] or given["gpu_hours"] else "8")
     if not all(part.isdecimal() and int(part) > 0 for part in parts(text)):
         raise SettingsError(f"--gpus={text}: give numbers of devices, such as 8 or 8,16,32")
-    return sorted({int(part) for part in parts(text)})
+    counts = sorted({int(part) for part in parts(text)})
+    if broken := [count for count in counts if count > RANKS_PER_NODE and count % RANKS_PER_NODE]:
+        raise SettingsError(f"--gpus={text}: {broken[0]} devices are not whole nodes of {RANKS_PER_NODE}")
+    return counts
 
 
-def _launch(given: Mapping[str, Any], plan: RunPlan, command: str, settings: Settings) -> None:
+def _check_launch(given: Mapping[str, Any], own: Mapping[str, Any], hardware: str) -> None:
+    """Check what the file that starts a run needs, before the search.
+
+    Args:
+      own: flags of the run.
+      hardware: name of the devices.
+
+    Raises:
+      SettingsError: something is missing or cannot work.
+    """
+    name = given["launch"]
+    if name is None:
+        for flag in ("to", "image", "storage"):
+            if given[flag] is not None:
+                raise SettingsError(f"--{flag}={given[flag]} does nothing without --launch")
+        return
+    launcher = LAUNCHERS[name]
+    if hardware not in GPUS:
+        raise SettingsError(f"--launch={name}: it starts runs on {', '.join(GPUS)}, not on --hardware={hardware}")
+    run_dir = Path(str(own.get("run_dir", "")))
+    if len(run_dir.parts) < 3 or not run_dir.is_absolute():
+        raise SettingsError(f"--launch={name}: give --run_dir, a path that all nodes see, such as /shared/runs/first")
+    if given["to"] is not None and (Path(given["to"]).exists() or not Path(given["to"]).parent.is_dir()):
+        raise SettingsError(f"--to={given['to']}: it exists, or its folder does not; give the name of a new file")
+    if launcher.storage:
+        _check_containers(given, own, run_dir)
+        return
+    for flag in ("image", "storage"):
+        if given[flag] is not None:
+            raise SettingsError(f"--{flag}={given[flag]} does nothing with --launch={name}")
+
+
+def _check_containers(given: Mapping[str, Any], own: Mapping[str, Any], run_dir: Path) -> None:
+    """Check what a run in containers needs. Raises: SettingsError."""
+    name = given["launch"]
+    if given["storage"] is None:
+        needed = LAUNCHERS[name].storage
+        raise SettingsError(f"--launch={name}: give --storage, {needed}; nodes mount it at /{run_dir.parts[1]}")
+    if run_dir.parts[1] in OF_THE_IMAGE:
+        raise SettingsError(f"--run_dir={run_dir}: images have a folder /{run_dir.parts[1]}; give one such as /shared")
+    if own.get("engine") == "vllm":
+        raise SettingsError(f"--launch={name} with --engine=vllm: the file starts the image's environment without vLLM")
+    for flag, value in own.items():
+        path = Path(value.partition(":")[0]) if isinstance(value, str) else None
+        if name != "sky" and path is not None and path.exists() and not path.is_absolute():
+            raise SettingsError(f"--{flag}={value}: give an absolute path that the containers see")
+
+
+def _write_launch(given: Mapping[str, Any], text: str) -> None:
     """Write or print the file that starts a plan."""
-    launcher = given["launch"]
-    text = launch_text(launcher, plan, command, settings, per_node=given["gpus_per_node"], image=given["image"])
     if given["to"] is None:
         print(f"\n{text}", end="")
         return
     Path(given["to"]).write_text(text)
-    print(f"start it with: {LAUNCHERS[launcher]} {given['to']}")
+    print(f"start it with: {LAUNCHERS[given['launch']].start} {given['to']}")

@@ -33,9 +33,8 @@ COMMANDS = {
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
     "plan": SmallCommand(
-        "The cost of a run on some GPUs, and the file that starts it",
-        "funrl plan NAME [--flag=value ...] [--gpus=N,N] [--hardware=X] [--gpu_price=X] [--gpu_hours=X] [--budget=X] "
-        "[--launch=slurm|sky|kuberay|jobset] [--gpus_per_node=N] [--image=X] [--to=FILE]",
+        "A run's cost on GPUs, and the file that starts it",
+        "funrl plan NAME [--flag=value ...] [--gpus=8,16] [--launch=sky]",
     ),
     "ray": SmallCommand(
         "A run on a Ray cluster",

@@ -96,7 +96,7 @@ def scaled_product(q_MK: Tensor, scale_M: Tensor, weight: RowScaled, dtype: torc
     scales_N = weight.scales.flatten()
     if values_NK.dtype == q_MK.dtype:
         scales = scale_M.unsqueeze(1), scales_N.unsqueeze(0)
-        return torch._scaled_mm(q_MK, values_NK.T, *scales, out_dtype=dtype, use_fast_accum=True)
+        return torch._scaled_mm(q_MK, values_NK.T, *scales, out_dtype=dtype, use_fast_accum=False)
     return (linear(q_MK.float(), values_NK) * scale_M.unsqueeze(1) * scales_N).to(dtype)
 
 

@@ -4,7 +4,8 @@ The bias by which experts are chosen moves in steps that are small beside it, an
 
 Weights that learn in a wider dtype than they compute in have a copy in the narrow one. An update writes it, and every
 pass until the next update reads it. A copy is found by the memory and the version of its weight, torch's count of
-changes in place. A weight that has been changed in any other way, or is in other memory, has none, and is cast.
+changes in place. A weight that has been changed otherwise, or is in other memory, has none, and is cast. What a program
+writes through `x.data`, numpy or a storage torch does not count: the copy is that of before until the next update.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def copy_to_write(weight: Tensor) -> Tensor | None:
 
 
 def _held(weight: Tensor) -> WeightCopy | None:
-    return None if weight.is_inference() else _COPIES.get(weight.untyped_storage(), {}).get(_place(weight))
+    if weight.is_inference() or torch._C._are_functorch_transforms_active():  # of a wrapper there is no memory
+        return None
+    return _COPIES.get(weight.untyped_storage(), {}).get(_place(weight))
 
 
 def _place(weight: Tensor) -> tuple:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 SERVICE = "funrl"  # name of the service, where OTEL_SERVICE_NAME gives no other
+EXPORT_S = 5.0
 NO_SPAN = contextlib.nullcontext()
 _tracer: Any = None
 _step = 0
 
 
 def span(name: str, **attributes: str | int) -> contextlib.AbstractContextManager[Any]:
-    """A context that is exported as a span, inside of the one that is open in this task or thread.
+    """A context that is exported as a span, a child of the current one of this task or thread.
 
     Args:
       attributes: exported as "funrl.NAME", beside the step.
@@ -47,9 +49,16 @@ def resource_of(rank: int, run: str | None) -> Any:
     return Resource.create({"service.name": name, "funrl.rank": rank, "funrl.run": run or ""})
 
 
+def close_provider(provider: Any) -> None:
+    """Export what is left and close, in `EXPORT_S` seconds at most: a collector may not answer."""
+    thread = threading.Thread(target=provider.shutdown, daemon=True)
+    thread.start()
+    thread.join(EXPORT_S)
+
+
 @contextlib.contextmanager
 def spans_exported(rank: int, run: str | None, exporter: Any = None) -> Iterator[None]:
-    """Export the spans of this process inside the context; its end waits for those that are left.
+    """Export the spans of this process inside the context; closing waits `EXPORT_S` seconds at most for the last ones.
 
     Args:
       rank, run: as of `resource_of`.
@@ -66,11 +75,11 @@ def spans_exported(rank: int, run: str | None, exporter: Any = None) -> Iterator
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         exporter = OTLPSpanExporter()
-    provider = TracerProvider(resource=resource_of(rank, run))
+    provider = TracerProvider(resource=resource_of(rank, run), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     _tracer = provider.get_tracer(SERVICE)
     try:
         yield
     finally:
         _tracer = None
-        provider.shutdown()
+        close_provider(provider)

@@ -6,17 +6,21 @@ import shlex
 import pytest
 import yaml
 
-from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, plan_command
+from funrl.cli.command import read_command
+from funrl.cli.doctor import experiment_of
+from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, own_flags, plan_command
+from funrl.cost.verdict import quoted_flags
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
-COMMAND = "funrl grpo --model=/shared/model --mesh=dp16 --run_dir=/shared/runs/first"
+COMMAND = "funrl grpo --model=/shared/model --mesh=dp16 --run_dir=/shared/runs/First_one"
 ON_16 = RunPlan(16, {"mesh": "dp16"}, nbytes=6e10, fits=True, step_s=300.0, tokens_per_s=4e4, hours=2.5)
 
 
-def written(launcher, plan=ON_16, per_node=8):
-    settings = settings_of(run_dir="/shared/runs/first", hardware="h200")
-    return launch_text(launcher, plan, COMMAND, settings, per_node=per_node, image="here/funrl:1")
+def written(launcher, plan=ON_16, hardware="h200", per_node=8):
+    settings = settings_of(run_dir="/shared/runs/First_one", hardware=hardware)
+    given = {"launch": launcher, "image": "here/funrl:1", "storage": "mine"}
+    return launch_text(given, plan, COMMAND, settings, per_node)
 
 
 def torchrun_words(text):
@@ -45,42 +49,72 @@ def test_a_bound_on_the_price_chooses_the_fastest_plan_below_it(capsys):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--budget=10"], "--budget=10: give the price of a device for an hour, --gpu_price"),
-        (["--gpus=8,x"], "--gpus=8,x: give numbers of devices"),
-        (["--launch=slurm"], "--launch=slurm: give --run_dir, an absolute path that all nodes see"),
-        (["--launch=k8s"], "--launch=k8s: it must be one of slurm"),
+        ("--budget=10", "--budget=10: give the price of a device for an hour, --gpu_price"),
+        ("--gpus=8,x", "--gpus=8,x: give numbers of devices"),
+        ("--gpus=12", "--gpus=12: 12 devices are not whole nodes of 8"),
+        ("--mesh=dp2", "--mesh=dp2: funrl plan chooses it; leave it out"),
+        ("--to=FILE", "--to=FILE does nothing without --launch"),
+        ("--launch=slurm", "--launch=slurm: give --run_dir, a path that all nodes see"),
+        ("--launch=slurm --run_dir=runs/first", "--launch=slurm: give --run_dir, a path that all nodes see"),
+        ("--launch=slurm --run_dir=/s/r --image=x", "--image=x does nothing with --launch=slurm"),
+        ("--launch=slurm --run_dir=/s/r --hardware=cpu", "it starts runs on a100, h100, h200, gb200, mi300x, not on"),
+        ("--launch=slurm --run_dir=/s/r --to=/no/such/file", "--to=/no/such/file: it exists, or its folder does not"),
+        ("--launch=k8s", "--launch=k8s: it must be one of slurm"),
+        (
+            "--launch=sky --run_dir=/s/r",
+            "give --storage, a bucket, such as s3://mine; nodes mount it at /s",
+        ),
+        ("--launch=sky --run_dir=/opt/r --storage=s3://x", "--run_dir=/opt/r: images have a folder /opt"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(flags, problem):
+def test_what_cannot_be_planned_is_refused_before_the_search(flags, problem):
     with pytest.raises(SettingsError, match=re.escape(problem)):
-        plan_command(["plan", "grpo", *flags])
+        plan_command(["plan", "grpo", *flags.split()])
 
 
-def test_devices_fill_nodes():
-    with pytest.raises(SettingsError, match=r"--gpus=12: they are not whole nodes of --gpus_per_node=8"):
-        written("slurm", ON_16._replace(gpus=12))
-    assert "--nodes=1 --ntasks-per-node=4 --gpus-per-node=4" in written("slurm", ON_16._replace(gpus=4))
+def test_containers_get_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, **_):\n    return 1.0\n")
+    line = ["plan", "grpo", "--launch=jobset", "--run_dir=/s/r", "--storage=x", "--reward=mine.py:score"]
+    with pytest.raises(SettingsError, match=r"--reward=mine.py:score: give an absolute path that the containers see"):
+        plan_command(line)
+
+
+def test_the_command_has_the_flags_of_the_line_and_its_file_alone(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("hardware: h200\nresume: true\nsteps: 7\nverify_sync: false\n")
+    experiment = experiment_of("grpo")
+    words = ["funrl grpo", f"--config={file}", "--kl_coef", "0.5", "--run_dir", "/a b/r", "--dry_run"]
+    own = own_flags(read_command(experiment, words, writes=False), experiment)
+    assert own == {"steps": 7, "verify_sync": "false", "run_dir": "/a b/r", "kl_coef": 0.5}
+    again = read_command(experiment, ["funrl grpo", *shlex.split(quoted_flags(own))], writes=False)
+    assert (again.settings.run.steps, dict(again.arguments)["kl_coef"]) == (7, 0.5)
 
 
 def test_every_file_has_the_command_the_nodes_and_the_time_of_a_step_to_end_in():
     for launcher in LAUNCHERS:
         text = written(launcher)
-        assert f"{COMMAND.removeprefix('funrl ')} --resume" in text, launcher
+        assert f"{COMMAND.removeprefix('funrl ')} --resume" in text and "900" in text, launcher
     slurm = written("slurm")
     assert "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" in slurm and "--signal=TERM@900" in slurm
     sky = yaml.safe_load(written("sky"))
     assert sky["num_nodes"] == 2 and sky["resources"]["accelerators"] == "H200:8" and sky["resources"]["use_spot"]
-    assert "--no-python" in torchrun_words(sky["run"])
+    assert sky["file_mounts"] == {"/shared": {"source": "mine", "mode": "MOUNT"}} and sky["name"] == "funrl-first-one"
+    assert {"--no-python", "--shutdown-timeout=900"} <= set(torchrun_words(sky["run"]))
+    assert yaml.safe_load(written("sky", hardware="a100"))["resources"]["accelerators"] == "A100-80GB:8"
     ray = yaml.safe_load(written("kuberay"))["spec"]
     (group,) = ray["rayClusterSpec"]["workerGroupSpecs"]
-    assert group["replicas"] == 2 and "--nodes=2 -- grpo" in ray["entrypoint"]
+    assert group["replicas"] == 2 and "--nodes=2 --shutdown_timeout=900 -- grpo" in ray["entrypoint"]
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
     (job,) = yaml.safe_load(written("jobset"))["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert spec["completions"] == spec["parallelism"] == 2 and spec["completionMode"] == "Indexed"
     assert container["image"] == "here/funrl:1" and container["volumeMounts"][0]["mountPath"] == "/shared"
-    assert {"--nnodes=2", "--nproc-per-node=8"} <= set(torchrun_words(container["command"][2]))
+    words = set(torchrun_words(container["command"][2]))
+    assert {"--nnodes=2", "--nproc-per-node=8", "--shutdown-timeout=900"} <= words
+    assert '"amd.com/gpu": 8' in written("jobset", hardware="mi300x")
+    assert "--nodes=1 --ntasks-per-node=4 --gpus-per-node=4" in written("slurm", ON_16._replace(gpus=4))
 
 
 def test_skypilot_reads_its_file(tmp_path):

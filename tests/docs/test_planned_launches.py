@@ -18,7 +18,8 @@ def written(launcher, run_dir):
     """The file that starts a run of two nodes of one device."""
     command = f"funrl grpo --mesh=dp2 --run_dir={run_dir}"
     settings = settings_of(run_dir=str(run_dir), hardware="h100")
-    return launch_text(launcher, TWO, command, settings, per_node=1, image="funrl")
+    given = {"launch": launcher, "image": None, "storage": "s3://mine"}
+    return launch_text(given, TWO, command, settings, per_node=1)
 
 
 def sky_nodes(shared, script, port, steps):  # noqa: F811

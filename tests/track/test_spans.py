@@ -54,7 +54,10 @@ def _spans(received):
 
 @pytest.mark.slow
 def test_a_run_exports_its_phases_groups_episodes_turns_and_metrics(collector, tmp_path):
-    flags = {"task": "calculator", "steps": 2, "batch_prompts": 2, "samples_per_prompt": 2, "report_to": "otel"}
+    flags = {"task": "calculator", "steps": 2, "batch_prompts": 2, "samples_per_prompt": 2, "report_to": "otel"} | {
+        "eval_samples": 4,
+        "eval_prompts": 2,
+    }
     run = funrl.train("grpo", **flags, run_dir=str(tmp_path / "run"))
     exported = _spans(collector)
     names = {span.name for span in exported}
@@ -74,6 +77,7 @@ def test_a_run_exports_its_phases_groups_episodes_turns_and_metrics(collector, t
         for scope in r.scope_metrics
         for metric in scope.metrics
     }
+    assert "funrl.eval.pass_4" in sums
     assert sums["funrl.reward.mean"] == run.metrics[-1]["reward/mean"]
 
 
@@ -110,5 +114,8 @@ def test_prometheus_reads_the_newest_metrics_of_a_run(tmp_path):
 
 
 def test_a_port_is_checked_before_a_run():
-    with pytest.raises(SettingsError, match="--metrics_port=http: it must be a port, such"):
+    with pytest.raises(SettingsError, match="--metrics_port=http: it must be a port, such as 9100"):
         check_values(settings_of(metrics_port="http"))
+    for port in ("0", "[::1]:99999"):
+        with pytest.raises(SettingsError, match="it must be a port, such as 9100"):
+            check_values(settings_of(metrics_port=port))

@@ -46,8 +46,8 @@ def test_gpus_are_aligned_where_kernels_compute_the_run():
     pytest.importorskip("triton")
     job = small_job(GRPO, dtype="bfloat16")
     assert "--numerics=aligned has others" in on_gpus(job)
-    engines = dataclasses.replace(job.settings.engines, numerics="aligned")
-    job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, engines=engines))
+    models = dataclasses.replace(job.settings.models, numerics="aligned")
+    job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, models=models))
     assert on_gpus(job) is on_gpus(job, "dp2") is None
     for axis, text in (("tensor", "tp2"), ("sequence", "sp2"), ("expert", "ep2")):
         assert on_gpus(job, text) == f"kernels of a fixed order are for one {axis} rank, not for 2"

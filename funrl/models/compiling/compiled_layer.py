@@ -15,7 +15,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from funrl.compiled_kernels.attention import flash_attention
 from funrl.compiled_kernels.delta_rule.gated_delta import delta_kernels_run
-from funrl.compiled_kernels.exact.dispatch import has_kernels
+from funrl.compiled_kernels.exact.dispatch import aligned_on, has_kernels
 from funrl.models.compiling.direct_calls import DirectCalls, layer_call
 from funrl.models.model import Layer
 
@@ -32,11 +32,12 @@ warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # a
 def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Callable, device: str) -> Layer:
     """The layer, compiled by `backend`; `note` receives what was compiled and how long it took.
 
-    On a CPU 16-bit numbers are rounded where the plain layer rounds them, so that the results have its bits.
+    On a CPU, and with --numerics=aligned, 16-bit numbers are rounded where the plain layer rounds them, so that the
+    results have its bits.
     """
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    patches = {"emulate_precision_casts": True} if device == "cpu" else {}
+    patches = {"emulate_precision_casts": True} if device == "cpu" or aligned_on(device) else {}
     inductor = functools.partial(compile_fx, config_patches=patches)
     calls = DirectCalls(inductor if backend == "inductor" else torch._dynamo.lookup_backend(backend))
     compiled = torch.compile(plain, fullgraph=True, backend=calls.compile_graph)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
 
 from funrl import trees
+from funrl.compiled_kernels.exact.dispatch import aligned_on
 
 MOST_KEYS = 1024  # that are kept: prompts have many lengths
 MOST_ROUTES = 16  # of one key: kinds of layers whose tensors have the same sizes
@@ -136,7 +137,8 @@ def layer_call(config: object, mesh: object, params: trees.Tree, x_BTD: Tensor, 
     if _is_seen() or len(set(map(id, tensors))) < len(tensors):
         return LayerCall(None, others, tensors)
     facts = [(type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) for x in tensors]
-    key = (structure, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *facts)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), aligned_on(x_BTD.device.type)
+    key = (structure, modes, *facts)
     return LayerCall(key, others, tensors)
 
 

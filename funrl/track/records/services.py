@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
-from funrl.processes.spans import SERVICE, resource_of
+from funrl.processes.spans import SERVICE, close_provider, resource_of
 from funrl.track.records.run_directory import RunDirectory, write_text
 from funrl.track.records.trackers import StepMetrics, Tracker
 
@@ -97,14 +97,14 @@ def _otel(run: RunDirectory, flags: Mapping[str, object], identity: str | None) 
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
     reader = PeriodicExportingMetricReader(OTLPMetricExporter())
-    provider = MeterProvider([reader], resource_of(0, str(run.path)))
+    provider = MeterProvider([reader], resource_of(0, str(run.path)), shutdown_on_exit=False)
     meter = provider.get_meter(SERVICE)
 
     def write(step: int, metrics: StepMetrics) -> None:
         for name, value in {"step": step, **metrics}.items():
-            meter.create_gauge(f"funrl.{name.replace('/', '.')}").set(value)
+            meter.create_gauge("funrl." + re.sub(r"[^A-Za-z0-9_.-]", "_", name.replace("/", "."))).set(value)
 
-    return Tracker(write, provider.shutdown), identity or ""
+    return Tracker(write, lambda: close_provider(provider)), identity or ""
 
 
 def prometheus(address: str) -> Tracker:
@@ -122,7 +122,7 @@ def prometheus(address: str) -> Tracker:
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}
     try:
-        server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
+        server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
     except (OSError, OverflowError) as error:
         raise TrackerError(f"--metrics_port={address}: {error}; give a free port of this machine") from error
 

@@ -63,7 +63,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         their own.
     """
     settings = job.settings
-    aligned = settings.engines.numerics == "aligned"
+    aligned = settings.models.numerics == "aligned"
     align_gpu_kernels(aligned)
     if mesh.device.type == "cuda":
         attention = "kernels of a fixed order" if aligned else attention_by(job.dtype)

@@ -16,7 +16,7 @@ from funrl.trainer.settings.settings import given_flag
 
 def check_numerics(job: RLJob, training: Mesh, generating: Mesh) -> None:
     """Refuse --numerics=aligned where engine and trainer may differ. Raises: SettingsError."""
-    if job.settings.engines.numerics != "aligned":
+    if job.settings.models.numerics != "aligned":
         return
     problem = sums_problem(job, job.models[job.main_role], training, generating)
     if problem is not None:
@@ -33,8 +33,9 @@ def sums_problem(job: RLJob, model: Model, training: Mesh, generating: Mesh) -> 
     """
     settings = job.settings
     sums = model.abilities.exact_sums
-    if settings.models.backend != "torch":
-        return f"--backend={settings.models.backend} sums in orders of its own"
+    if settings.models.backend != "torch" or settings.devices.device == "xla":
+        name = "backend" if settings.models.backend != "torch" else "device"
+        return f"{given_flag(settings, name)} sums in orders of its own"
     if not settings.engines.abilities.own_steps or settings.engines.float8:
         name = "rollout_dtype" if settings.engines.float8 else "engine"
         return f"{given_flag(settings, name)} has kernels of its own"
@@ -74,7 +75,7 @@ def _gpu_problem(job: RLJob, training: Mesh, generating: Mesh) -> str | None:
     """`sums_problem` on GPUs, whose kernels of a fixed order have no form for ranks that share a row."""
     device = training.device.type
     settings = job.settings
-    if settings.engines.numerics != "aligned":
+    if settings.models.numerics != "aligned":
         return f"the kernels of {device} sum in orders that depend on the batch; --numerics=aligned has others"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed, which torch for CUDA and ROCm brings along"

@@ -365,7 +365,7 @@ def check_outputs(s: Settings) -> None:
         if not is_installed(TRACKERS[name]):
             package = TRACKERS[name].replace(".", "-")
             raise s.refusal("{report_to}: {name} is not installed; pip install {package}", name=name, package=package)
-    if s.outputs.metrics_port is not None and not is_installed("prometheus_client"):
+    if s.outputs.metrics_port is not None and not s.estimate.dry_run and not is_installed("prometheus_client"):
         raise s.refusal("{metrics_port}: prometheus_client is not installed; pip install prometheus-client")
     window = s.outputs.window
     if window is not None and window.last > s.run.steps:

@@ -86,6 +86,12 @@ class ModelSettings:
         "compile one decoder layer; auto: if it pays off, on CUDA; on with --backend=xla: decode in JAX",
         one_of("on", "off", "auto"),
     )
+    numerics: str = flag(
+        "fast",
+        "aligned: engine and trainer give the same bits on a GPU too, or the run is refused",
+        one_of("fast", "aligned"),
+        needs=("own_steps",),
+    )
     backend: str = flag(
         "torch",
         "what computes gradients, updates and scores: torch, or xla, which is JAX on all devices of --mesh",
@@ -641,13 +647,6 @@ class EngineSettings:
     on_gap: str = flag(
         "say", "if engine and trainer differ where the same bits are promised: say so, or stop", one_of("say", "stop")
     )
-    numerics: str = flag(
-        "fast",
-        "kernels of engine and trainer on a GPU: fast; aligned, whose order of sums depends on no batch, so that both "
-        "give the same bits, or the run is refused. On a CPU all kernels are aligned",
-        one_of("fast", "aligned"),
-        needs=("own_steps",),
-    )
     probe_sync_every: int = flag(
         50,
         "steps between comparisons of the engine's log-probabilities of a fixed text with the trainer's, from the "
@@ -816,6 +815,12 @@ TRACKERS = {  # with the modules that they import, whose packages have their nam
 }
 METRICS_PORT = r"(?:(?P<host>[\w.\[\]:-]+):)?(?P<port>\d{1,5})"  # [HOST:]PORT
 
+
+def _is_port(address: str) -> bool:
+    """True if the number after the last colon is one of a port."""
+    return 0 < int(address.rpartition(":")[2]) < 1 << 16
+
+
 PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 
 
@@ -877,8 +882,8 @@ class OutputSettings:
     )
     metrics_port: str | None = flag(
         None,
-        "PORT or HOST:PORT, on 127.0.0.1 without HOST: serve the newest metrics to Prometheus there, at /metrics",
-        Bound("a port, such as 9100, or 0.0.0.0:9100", lambda x: re.fullmatch(METRICS_PORT, x) is not None),
+        "serve metrics to Prometheus at PORT or HOST:PORT",
+        Bound("a port, such as 9100", lambda x: bool(re.fullmatch(METRICS_PORT, x)) and _is_port(x)),
     )
     sample_every: int = flag(10, "steps between samples", at_least(1), needs=("policy",))
 

@@ -146,7 +146,7 @@ def gradient(
         micro_batches = list(micro_batches)
         chosen = _choices(role, params, micro_batches, frozen)
     lanes = 1 if role.programs is None else role.programs.lanes
-    weights = weights_to_learn(role, params)
+    weights = params if role.programs is not None else weights_to_learn(role, params)
     ahead = iter(micro_batches)
     while group := tuple(itertools.islice(ahead, lanes)):  # zip would hold one more
         given = (denominators, frozen, chosen)
