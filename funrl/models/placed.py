@@ -272,10 +272,7 @@ class Placed:
         """The distinct tokens of a packed row, where equal tokens before two of them mean equal hidden states."""
         if not self.shares_prefixes or not self.model.abilities.shares_prefixes or self.mesh.size(SEQUENCE) > 1:
             return None
-        differing = (inputs.inserted, inputs.mutual_RM, inputs.axial_positions, inputs.routes)
-        if inputs.split or any(x is not None for x in differing):
-            return None
-        if inputs.offsets is None or inputs.positions is None:
+        if inputs.split or inputs.routes is not None or inputs.offsets is None or inputs.positions is None:
             return None
         return shared_prefixes(inputs.tokens, inputs.positions, inputs.offsets)
 

@@ -13,6 +13,8 @@ from funrl.models import decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.decoder import decoder_layer
 from funrl.models.decoder.routing import Experts
 from funrl.models.shared_prefixes import first_equals, shared_prefixes
+from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.model import with_vision
 
 CONFIG = decoder_config(vocab=50, embed=64, layers=2, heads=4, kv_heads=2, head=16, mlp=128, windows=(4, None))
 WANT = ("logp", "entropy")
@@ -82,8 +84,10 @@ def test_layers_see_each_beginning_and_padding_once(shares, tokens):
     assert sizes == [tokens] * 2
 
 
-def test_models_whose_layers_count_tokens_share_nothing():
+def test_models_whose_layers_count_tokens_or_that_see_pictures_share_nothing():
     assert decoder_model(CONFIG).abilities.shares_prefixes
+    tower = TowerConfig(layers=1, embed=8, heads=1, inner=8, patch=4, window=16, placeholder=1)
+    assert not with_vision(decoder_model(CONFIG), tower).abilities.shares_prefixes
     experts = Experts(count=4, per_token=2, mlp=32)
     assert not decoder_model(replace(CONFIG, mlp=replace(CONFIG.mlp, experts=experts))).abilities.shares_prefixes
 

@@ -13,6 +13,7 @@ from small_runs import scored_batch as scored_of
 from funrl import trees
 from funrl.algos.core import Loss
 from funrl.algos.metrics import Sum, token_mean_of
+from funrl.algos.recipes.dpo import dpo
 from funrl.batch import TOKEN_INT, Batch, map_fields
 from funrl.compiled_kernels.exact import packs
 from funrl.compiled_kernels.kernel_library import library_problem
@@ -145,6 +146,20 @@ def test_scores_of_several_micro_batches_are_those_of_one():
     assert row["old_entropy"][batch.mask].min() > 0
 
 
+@pytest.mark.parametrize(
+    ("job", "shares"),
+    [
+        ({"compose": PPO}, True),
+        ({"compose": PPO, "samples_per_prompt": 1}, False),
+        ({"compose": dpo, "reward": None}, False),
+    ],
+    ids=["groups", "single completions", "texts"],
+)
+def test_runs_that_sample_groups_alone_share_beginnings_of_rows(job, shares):
+    roles = build(small_job(**job), single(), print).roles
+    assert {role.placed.shares_prefixes for role in roles.values()} == {shares}
+
+
 class Linear(NamedTuple):
     """A placed model that can be checked by hand: the value of token v is params[v]."""
 
@@ -153,6 +168,7 @@ class Linear(NamedTuple):
     stored: Any = None
     compute: Any = None
     partial: Any = None
+    dtype: torch.dtype = torch.float64
 
     def values(self, params, rows):
         return params["w"][rows.tokens]

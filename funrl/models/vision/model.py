@@ -64,6 +64,7 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
             aligned="it sees pictures",
             unsampled=tower.unsampled,
             splits_rows=model.abilities.splits_rows and not tower.layout.mutual,
+            shares_prefixes=False,  # equal placeholders stand for the pictures of their own rows
         ),
         owned=OwnedValues(
             none={

@@ -78,6 +78,9 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             compiled[model.layer] = layer
         return compiled[model.layer]
 
+    # Completions of one prompt share it. Supervised runs keep the order of sums that the packaged warm start has.
+    grouped = isinstance(job, RLJob) and job.sampling.samples > 1
+
     def placed(name: str, model: Model, mesh: Mesh = mesh) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
         replay = settings.routers.router_replay and name in (job.main_role, *job.agents.policies)
@@ -92,7 +95,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             replay=replay,
             splits=split,
             reduce_dtype=job.reduce_dtype,
-            shares_prefixes=not is_compiled(model, mode, mesh.device.type),
+            shares_prefixes=grouped and not is_compiled(model, mode, mesh.device.type),
         )
 
     begin = placed(job.main_role, job.model)
