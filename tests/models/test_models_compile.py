@@ -102,7 +102,8 @@ def packed_row(lengths, padding):
 
 
 def gradients(model, params, row, layer):
-    placed = place(model, dtype=torch.float64, layer=layer)
+    # As runs do with a compiled layer, which would have one more variant for rows with beginnings in common.
+    placed = place(model, dtype=torch.float64, layer=layer, shares_prefixes=False)
 
     def loss(p):
         return placed.token_scores(p, row).logp.square().sum(), ()

@@ -44,7 +44,8 @@ def _program(case, mesh):
     model, stored = decoder_model(config), STORED if over is None else fully_sharded(STORED, over)
     modes = "on" if mesh.rank in compiling else "off", "off"
     layers = [compile_layer(model, mode, remat=remat, backend=backend) for mode in modes]
-    both = [place(model, mesh, stored, COMPUTE, torch.float64, layer) for layer in layers]
+    shared = {"shares_prefixes": False}  # as runs do with a compiled layer
+    both = [place(model, mesh, stored, COMPUTE, torch.float64, layer, **shared) for layer in layers]
     params = rules.shard(model.init(torch.Generator().manual_seed(0), torch.float64), both[0].stored, mesh)
     gaps = []
     for row in (packed_row((5, 9, 2), 4), packed_row((20, 1, 2), 1)):

@@ -43,6 +43,16 @@ def test_linear_ticks_are_round_even_and_enclose(values):
     assert len(set(labels)) == len(labels)
 
 
+@pytest.mark.parametrize("values", [(math.nextafter(1.0, 0.0), 1.0), (-1.0, math.nextafter(-1.0, 0.0)), (0.0, 0.0)])
+@pytest.mark.parametrize("log", [False, True])
+def test_values_that_differ_by_rounding_alone_are_drawn(values, log):
+    """An effective share of 1 - 1e-16 beside one of 1."""
+    chart = Chart("a", "", (), log=log)
+    figure = charts.line_figure(chart, [charts.Series("a", list(enumerate(values)))], (0, 1))
+    assert figure is not None and figure.y.high > figure.y.low
+    assert all(0 <= figure.y.place(value) <= 1 for value in values)
+
+
 def test_log_axis_puts_zero_on_the_edge():
     axis = charts.log_axis([0.0, 2e-7, 5e-4])
     assert (axis.low, axis.high) == pytest.approx((1e-7, 1e-3)) and axis.place(0.0) == 0.0

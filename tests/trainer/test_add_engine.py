@@ -53,7 +53,7 @@ def checkout(tmp_path_factory):
         if name.endswith("jobs/engines.py"):
             text = text.replace("\n\nMAKERS = {", MAKER)
             text = text.replace(
-                "\n\nENGINE_T", "\nfrom funrl.rollout.plain_engine import plain_engine, plain_weights\n\nENGINE_T"
+                "\n\nCONTROL_", "\nfrom funrl.rollout.plain_engine import plain_engine, plain_weights\n\nCONTROL_"
             )
         if name.endswith("small_engines.py"):
             text = text.replace("\n\nSMALL", "\nfrom funrl.rollout.plain_engine import plain_engine\n\nSMALL")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from free_ports import free_port
 from test_flags_act import CHANGES, SHOWN, TESTED
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,6 +102,7 @@ EXAMPLES = {  # values with an effect, of flags whose type and bounds give none
     "mesh": "dp1,tp1",
     "generate_mesh": "tp2",
     "fields": "prompt:question",
+    "metrics_port": str(free_port(20200, 20300)),
 }  # one rank is one rank by any name
 TIMES = re.compile(r"time_s/|perf/|memory/")
 

@@ -14,6 +14,7 @@ from funrl.track.report.figures import Chart
 
 MOST_POINTS = 300  # of a curve; a longer one is drawn by its extremes
 SMOOTHED_POINTS = 30  # from which a curve is drawn with a mean over a fifteenth of its points
+ROUNDING = 1e-9  # relative difference of equal values
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 Points = Sequence[tuple[int, float]]
@@ -73,10 +74,13 @@ def number(value: float) -> str:
 
 
 def linear_axis(low: float, high: float) -> Axis:
-    """An axis with about five round ticks. Zero is on it when the values come near it."""
+    """An axis with about five round ticks. Zero is on it when the values come near it.
+
+    Values that differ by rounding alone count as equal: no two ticks would fit between them.
+    """
     if 0 < low < 0.5 * high:
         low = 0.0
-    if high == low:
+    if high - low <= ROUNDING * max(abs(low), abs(high)):
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))

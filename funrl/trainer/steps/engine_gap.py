@@ -83,7 +83,7 @@ def gap_metrics(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if counts is None:
         return metrics
     up_to = counts.cumsum(0)
-    ranks = counts.new_tensor(list(GAP_QUANTILES.values())) * up_to[-1]
+    ranks = torch.stack([share * up_to[-1] for share in GAP_QUANTILES.values()])
     bits = torch.searchsorted(up_to, ranks).int() << _CUT
     return metrics | dict(zip(GAP_QUANTILES, bits.view(torch.float32).double(), strict=True))
 
