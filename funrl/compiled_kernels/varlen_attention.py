@@ -25,7 +25,7 @@ from funrl.compiled_kernels.attention import (
     sink_gradient,
 )
 from funrl.compiled_kernels.blockwise_attention import STATIC_FORMS
-from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.dispatch import aligned_on, computes_exactly
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.flash_kernel import FLASH_HEAD, flash_kernel
 from funrl.compiled_kernels.kernel_library import KernelError
@@ -266,7 +266,7 @@ def _backward(
 
 @_forward.register_kernel("cuda")
 def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
-    if computes_exactly(q, k, v):
+    if aligned_on("cuda") and computes_exactly(q, k, v):
         used, _ = planned_segments(offsets, longest)
         sums = sequence_attention(q, k, v, used, AttentionOptions(window, scale, cap))
         return *sums, q.new_zeros(2 if _is_for_flash(q, cap) else 0, dtype=torch.uint64)
