@@ -266,7 +266,7 @@ def _backward(
 
 @_forward.register_kernel("cuda")
 def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
-    if is_aligned(q) and computes_exactly(q, k, v):  # tests call this on a CPU, whose C++ functions are not meant
+    if is_aligned(q) and computes_exactly(q, k, v):  # not the C++ functions of a CPU
         used, _ = planned_segments(offsets, longest)
         sums = sequence_attention(q, k, v, used, AttentionOptions(window, scale, cap))
         return *sums, q.new_zeros(2 if _is_for_flash(q, cap) else 0, dtype=torch.uint64)

@@ -47,8 +47,8 @@ def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(t
     weights = len(trees.leaves(on.job.model.shapes))
     assert op == "all_reduce" and on.axes[group][0] == "dp2,tp2"
     assert on.phases["verify"].traffic[op, group].nbytes == 40 * (weights + 1)
-    both = 2 * on.parameters / 2  # float32 masters and a bfloat16 engine, halves of both
-    assert on.phases["verify"].seconds >= 16 * both / CPU.bandwidth
+    read = 16 * on.parameters / 2 / CPU.bandwidth  # half of the bfloat16 copies, which the engine shares: only once
+    assert read <= on.phases["verify"].seconds < 2 * read
 
 
 @pytest.mark.slow

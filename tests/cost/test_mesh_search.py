@@ -83,13 +83,16 @@ def test_a_mesh_of_tpus_is_chosen_for_their_memory_and_dtype(tmp_path):
 
 @pytest.mark.slow
 def test_a_70b_generates_on_another_mesh_and_computes_layers_again(tmp_path):
-    """No device has room for the weights that an engine without tp holds, nor for activations of whole layers."""
+    """No device has room for the weights that an engine without tp holds, nor for activations of whole layers.
+
+    Beside the bfloat16 copies of the weights dp64 lacks room for the inputs of layers too, which tp2 halves.
+    """
     model = write_config(tmp_path, **LLAMA_70B)
     rows = {"batch_prompts": 128, "samples_per_prompt": 8, "token_budget": 16384, "dtype": "bfloat16"}
     given = settings(mesh="auto:64", model=model, **rows, max_new_tokens=512)
     best = search(given, recipe("grpo")(), H100).tried[0]
     assert best.sensible and best.flags == {
-        "mesh": "dp64",
+        "mesh": "dp32,tp2",
         "generate_mesh": "dp8,tp8",
         "fsdp": True,
         "remat": "full",

@@ -100,4 +100,5 @@ def test_the_compiler_sees_residual_sums_alone_between_operators_of_a_fixed_orde
         f"funrl.exact_{kind}.default" for kind in ("linear", "norm", "rotate", "gate")
     }
     structure = {"<built-in function ge>", "<built-in function getitem>", "aten._assert_scalar.default"}
+    structure.add("<built-in function mul>")  # of sizes, where code was compiled for others before: not of tensors
     assert other - structure == {"aten.add.Tensor", "auto_functionalized_v2"}, other  # which is attention over pages
