@@ -15,7 +15,7 @@ import funrl
 from funrl.processes import heartbeat, spans
 from funrl.track.observe import RunObserver
 from funrl.track.records.run_directory import open_run
-from funrl.track.records.services import TrackerError, prometheus
+from funrl.track.records.services import TrackerError, open_service, prometheus
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import check_values, settings_of
 
@@ -52,12 +52,16 @@ def _spans(received):
     ]
 
 
+def _gauges(received):
+    """Last value of each metric."""
+    resources = (r for message in received["/v1/metrics"] for r in message.resource_metrics)
+    metrics = (metric for resource in resources for scope in resource.scope_metrics for metric in scope.metrics)
+    return {metric.name: metric.gauge.data_points[-1].as_double for metric in metrics}
+
+
 @pytest.mark.slow
 def test_a_run_exports_its_phases_groups_episodes_turns_and_metrics(collector, tmp_path):
-    flags = {"task": "calculator", "steps": 2, "batch_prompts": 2, "samples_per_prompt": 2, "report_to": "otel"} | {
-        "eval_samples": 4,
-        "eval_prompts": 2,
-    }
+    flags = {"task": "calculator", "steps": 2, "batch_prompts": 2, "samples_per_prompt": 2, "report_to": "otel"}
     run = funrl.train("grpo", **flags, run_dir=str(tmp_path / "run"))
     exported = _spans(collector)
     names = {span.name for span in exported}
@@ -70,15 +74,17 @@ def test_a_run_exports_its_phases_groups_episodes_turns_and_metrics(collector, t
     assert steps == {1, 2}
     (resource, *_) = collector["/v1/traces"][0].resource_spans
     assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "funrl"
-    sums = {
-        metric.name: metric.gauge.data_points[-1].as_double
-        for message in collector["/v1/metrics"]
-        for r in message.resource_metrics
-        for scope in r.scope_metrics
-        for metric in scope.metrics
-    }
-    assert "funrl.eval.pass_4" in sums
+    sums = _gauges(collector)
     assert sums["funrl.reward.mean"] == run.metrics[-1]["reward/mean"]
+
+
+def test_a_metric_of_any_name_is_exported(collector, tmp_path):
+    remarks = []
+    tracker = open_service("otel", open_run(tmp_path / "run", "ppo", {}), remarks.append)
+    tracker.write(1, {"eval/pass@4": 0.5, "eval/my set/reward": 0.25})
+    tracker.close()
+    expected = {"funrl.step": 1.0, "funrl.eval.pass_4": 0.5, "funrl.eval.my_set.reward": 0.25}
+    assert not remarks and _gauges(collector) == expected
 
 
 def test_spans_nest_and_have_the_step_and_end_with_their_context():

@@ -102,7 +102,7 @@ def _otel(run: RunDirectory, flags: Mapping[str, object], identity: str | None) 
 
     def write(step: int, metrics: StepMetrics) -> None:
         for name, value in {"step": step, **metrics}.items():
-            meter.create_gauge("funrl." + re.sub(r"[^A-Za-z0-9_.-]", "_", name.replace("/", "."))).set(value)
+            meter.create_gauge("funrl." + re.sub(r"[^A-Za-z0-9_.-]", "_", name.replace("/", "."))).set(float(value))
 
     return Tracker(write, lambda: close_provider(provider)), identity or ""
 
