@@ -15,10 +15,10 @@
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-for version in 5.13.0 5.24.0; do
-  python3 -m venv "$work/$version"
-  "$work/$version/bin/pip" install --quiet "transformers==$version"
-done
+python3 -m venv "$work/5.13.0"
+python3 -m venv "$work/5.24.0"
+"$work/5.13.0/bin/pip" install --quiet transformers==5.13.0
+"$work/5.24.0/bin/pip" install --quiet transformers==5.24.0
 cat > "$work/config.py" <<'PY'
 import json
 import sys

@@ -70,7 +70,7 @@ GPUS = {
     "gb200": GpuNames("GB200"),
     "mi300x": GpuNames("MI300X", "amd.com/gpu"),
 }
-OF_THE_IMAGE = ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "sbin", "sys", "tmp", "usr", "var", "work")
+OF_THE_IMAGE = ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "sbin", "srv", "sys", "tmp", "usr", "var")
 CHOSEN = ("mesh", "generate_mesh", "place", "fsdp_axes")  # by the plan
 SHORTEST_GRACE_S = 600  # from SIGTERM to SIGKILL, for the end of a step and its checkpoint
 WITH_BOUND = "8,16,32,64"  # devices that are tried for a bound on the cost, without --gpus

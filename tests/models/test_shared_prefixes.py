@@ -1,4 +1,4 @@
-"""Rows that begin alike are computed once up to where they part: bits of the forward pass, and gradients."""
+"""Common beginnings of rows are computed once: bits of the forward pass, and gradients."""
 
 import itertools
 from dataclasses import replace

@@ -20,7 +20,7 @@ and with the gradient D of S_next, from the last chunk to the first one,
 
 The gradient of each g_i is q_i dq_i - k_i dk_i, as decays stand beside keys and queries only, and that of the last one
 has the terms of a_C and e too. X doubles the size of its diagonal blocks six times: of two blocks with L below the
-diagonal, the inverse has -X2 L X1 there. No power of A is taken, which would lose all digits where keys are alike.
+diagonal, the inverse has -X2 L X1 there. No power of A is taken, which would lose all digits where keys nearly agree.
 
 A border of sequences in a row is data: the first token behind it has `operators.FORGET` as the logarithm of its decay,
 and all factors across it are 0. Decays that follow in its chunk are rounded as a sum of that size, by 4e-6 a border.

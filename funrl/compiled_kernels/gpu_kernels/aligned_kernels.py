@@ -709,6 +709,6 @@ def launch_logit_sums(logits_TV: Tensor, top_T: Tensor, temperature: float, more
 def _launch(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], form: dict[str, Any], warps: int = 4, stages: int = 2
 ) -> None:
-    """Launch a kernel whose multiplications and additions are not contracted, so that all round alike."""
+    """Launch a kernel whose multiplications and additions are not contracted, so that all round in the same places."""
     if all(grid):
         kernel[grid](*args, **form, num_warps=warps, num_stages=stages, enable_fp_fusion=False)

@@ -47,6 +47,15 @@ from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.sync import earlier_self
 
 
+def _choose_kernels(job: Job, device: str, note: Callable[[str], None]) -> None:
+    """Let this process compute by the kernels of --numerics, and say on a GPU which."""
+    aligned = job.settings.models.numerics == "aligned"
+    align_gpu_kernels(aligned)
+    if device == "cuda":
+        attention = "kernels of a fixed order" if aligned else attention_by(job.dtype)
+        note(f"computing in {job.settings.models.dtype}; attention by {attention}")
+
+
 @overload
 def build(job: RLJob, mesh: Mesh, note: Callable[[str], None]) -> GeneratingParts: ...
 
@@ -63,11 +72,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         their own.
     """
     settings = job.settings
-    aligned = settings.models.numerics == "aligned"
-    align_gpu_kernels(aligned)
-    if mesh.device.type == "cuda":
-        attention = "kernels of a fixed order" if aligned else attention_by(job.dtype)
-        note(f"computing in {settings.models.dtype}; attention by {attention}")
+    _choose_kernels(job, mesh.device.type, note)
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
     mode = settings.models.compile if computes_in_torch(settings) else "off"
