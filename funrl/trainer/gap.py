@@ -1,4 +1,4 @@
-"""The gap between engine and trainer: where it is 0 by construction, and what a run does if it is not.
+"""The gap between engine and trainer: where it is 0 by construction, and what a run does if it is too large.
 
 Where `sums_problem` finds none, both compute with functions of a fixed order, so that the log-probability of a token
 has the same bits.
@@ -15,6 +15,7 @@ import torch
 from funrl.mesh.collectives import gather_objects
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.numerics import sums_problem
+from funrl.trainer.settings.gap_rule import GapRule
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
@@ -23,17 +24,19 @@ GAP_METRIC = "rollout/logprob_gap_max"
 
 
 class GapError(RuntimeError):
-    """Engine and trainer gave different log-probabilities where the same bits are promised."""
+    """Engine and trainer are farther apart than --on_gap=stop allows."""
 
 
 def gap_check(job: Job, parts: Parts, note: Callable[[str], None]) -> GapCheck | None:
-    """The check of a run's steps; None: engine and trainer may differ by rounding."""
+    """The check of a run's steps; None: engine and trainer may differ by rounding, and no metric has a bound."""
     if not isinstance(parts, GeneratingParts) or not isinstance(job, RLJob):
         return None
+    rule = job.settings.engines.gap_rule
     if problem := gap_problem(job, parts):
         _log.info("engine and trainer may differ by rounding: %s", problem)
-        return None
-    return GapCheck(job.settings.engines.on_gap == "stop", note)
+        if rule.metric is None:
+            return None
+    return GapCheck(rule, problem is None, note)
 
 
 def gap_problem(job: RLJob, parts: GeneratingParts) -> str | None:
@@ -48,41 +51,48 @@ def gap_problem(job: RLJob, parts: GeneratingParts) -> str | None:
 
 
 class GapCheck(NamedTuple):
-    """Check of a step's metrics: report a gap that is not 0 where it should be, or stop the run.
+    """Check of a step's metrics: report a gap that is not 0 where it should be, or beyond a bound, or stop the run.
 
     Attributes:
-      stops: raise `GapError` instead of a note.
+      rule: of --on_gap.
+      promised: whether engine and trainer should agree to the bit.
       note: receives the message.
     """
 
-    stops: bool
+    rule: GapRule
+    promised: bool
     note: Callable[[str], None]
 
     def scored(self, rows: Rows, metrics: Mapping[str, float]) -> None:
-        """Check rows that have been scored. Collective where there is a gap.
+        """Check rows that have been scored. Collective where there is a message.
 
         Args:
           metrics: of the step, in which there may be a gap.
 
         Raises:
-          GapError: there is one, and --on_gap=stop.
+          GapError: the rule stops the run.
         """
-        if metrics.get(GAP_METRIC, 0.0) == 0:
+        if (text := self._message(metrics)) is None:
             return
-        text = f"{_difference(metrics[GAP_METRIC])}{worst_token(rows)}"
-        if self.stops:
+        text += worst_token(rows)
+        if self.rule.stops and (self.rule.metric is None or self.rule.broken_by(metrics)):
             raise GapError(text)
         self.note(text)
 
     def learned(self, metrics: Mapping[str, float]) -> None:
         """Check an update whose forward pass was the scoring."""
-        if metrics.get(GAP_METRIC, 0.0) != 0:
-            text = "--on_gap=stop names the token, which it scores before the update"
-            self.note(f"{_difference(metrics[GAP_METRIC])}; {text}")
+        if text := self._message(metrics):
+            self.note(f"{text}; --on_gap=stop names the token, which it scores before the update")
 
-
-def _difference(gap: float) -> str:
-    return f"engine and trainer differ by {gap:.3g} nats where they should have the same bits"
+    def _message(self, metrics: Mapping[str, float]) -> str | None:
+        """Message about the metrics; None: they keep the rule and the promise."""
+        rule = self.rule
+        if rule.metric is not None and rule.broken_by(metrics):
+            side = "above" if rule.above else "below"
+            return f"{rule.metric} is {metrics[rule.metric]:.3g}, {side} the {rule.bound:g} of --on_gap"
+        if self.promised and (gap := metrics.get(GAP_METRIC, 0.0)) != 0:
+            return f"engine and trainer differ by {gap:.3g} nats where they should have the same bits"
+        return None
 
 
 def worst_token(rows: Rows) -> str:

@@ -12,6 +12,7 @@ from funrl.mesh.mesh import single
 from funrl.models.decoder import dense
 from funrl.trainer.gap import GAP_METRIC, GapError, gap_problem
 from funrl.trainer.phases import draw_batch, learn_batch, score_batch, update_batch
+from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
@@ -79,6 +80,36 @@ def test_a_gap_of_an_update_is_said(monkeypatch):
     assert learned[GAP_METRIC] > 0
     assert show.notes[-1].startswith(f"engine and trainer differ by {learned[GAP_METRIC]:.3g} nats")
     assert "--on_gap=stop names the token" in show.notes[-1]
+
+
+@pytest.mark.parametrize("name, bound", [("logprob_gap_p99", ">1e-9"), ("effective_share", "<1.5")])
+def test_a_metric_beyond_its_bound_stops_a_run_of_any_engine(name, bound):
+    job = small_job(GRPO, engine="hf", dtype="float32", on_gap=f"stop:{name}{bound}", max_new_tokens=12)
+    trainer, state = begin(job, single())
+    rows, _, metrics = scored_batch(trainer, state)
+    assert trainer.gap_check is not None and not trainer.gap_check.promised
+    with pytest.raises(GapError, match=rf"rollout/{name} is .* of --on_gap, most at row"):
+        trainer.gap_check.scored(rows, metrics)
+
+
+def test_a_bound_that_holds_leaves_the_promise_of_equal_bits_to_a_remark():
+    show = Quiet()
+    trainer, state = begin(small_job(GRPO, on_gap="stop:logprob_gap_max>0.1"), single(), show)
+    rows, _, metrics = scored_batch(trainer, state)
+    show.notes.clear()
+    trainer.gap_check.scored(rows, metrics)
+    assert show.notes == []
+    trainer.gap_check.scored(rows, {GAP_METRIC: 0.05})
+    assert show.notes[-1].startswith("engine and trainer differ by 0.05 nats")
+    for value in (0.2, float("nan")):
+        with pytest.raises(GapError, match=r"above the 0\.1 of --on_gap"):
+            trainer.gap_check.scored(rows, {GAP_METRIC: value})
+
+
+@pytest.mark.parametrize("text", ["stop:p99>0.1", "halt", "stop:logprob_gap_p99", "say:ratio_mean=1", "stop:"])
+def test_a_rule_that_means_nothing_is_refused(text):
+    with pytest.raises(SettingsError, match=r"on_gap.*stop:logprob_gap_p99>0"):
+        small_job(GRPO, on_gap=text)
 
 
 def test_tokens_of_other_weights_are_counted_apart():

@@ -287,7 +287,7 @@ def needs_old_scores(job: Job) -> bool:
     before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
     updates = job.settings.updates
     single = updates.epochs * updates.minibatches == 1 and job.settings.optimization.critic_warmup_steps == 0
-    stops = isinstance(job, RLJob) and job.settings.engines.on_gap == "stop"
+    stops = isinstance(job, RLJob) and job.settings.engines.gap_rule.stops
     further = set(writes_of(main_role, algorithm)) - {"old_logp"}
     beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
     return bool("old_logp" in before or further) or not single or beside or stops

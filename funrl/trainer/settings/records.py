@@ -40,6 +40,7 @@ from funrl.trainer.settings.declaration import (
     parts,
     some_of,
 )
+from funrl.trainer.settings.gap_rule import GapRule, is_gap_rule
 
 SAVED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 PENALTY_BOUNDS = at_least(PENALTIES[0]), at_most(PENALTIES[1])
@@ -645,7 +646,9 @@ class EngineSettings:
     )
     verify_sync: bool = flag(True, "compare the engine's weights with the trainer's bits after each sync")
     on_gap: str = flag(
-        "say", "if engine and trainer differ where the same bits are promised: say so, or stop", one_of("say", "stop")
+        "say",
+        "what to do if engine and trainer differ where the same bits are promised, or more than a bound",
+        Bound("say, stop, or one with a bound as in stop:logprob_gap_p99>0.1 (docs/engines.md)", is_gap_rule),
     )
     probe_sync_every: int = flag(
         50,
@@ -653,6 +656,11 @@ class EngineSettings:
         "first sync on; 0: never",
         at_least(0),
     )
+
+    @property
+    def gap_rule(self) -> GapRule:
+        """The rule of --on_gap."""
+        return GapRule.from_text(self.on_gap)
 
     @property
     def float8(self) -> bool:
