@@ -179,7 +179,7 @@ ROLES = RoleTable(
         metric="critic/vf_loss",
         rate=RateRule("critic_lr", 2.0),
         messages=RoleMessages(
-            "a critic, which ppo and vapo train", "the critic gave it; a lower --critic_lr may prevent it"
+            "a critic, which ppo, vapo and sao train", "the critic gave it; a lower --critic_lr may prevent it"
         ),
     ),
     implicit_reward=RoleKind(

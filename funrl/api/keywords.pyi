@@ -144,6 +144,7 @@ class TrainKeywords(SharedKeywords, total=False):
     router_replay: TruthValue
     epochs: WholeValue
     minibatches: WholeValue
+    critic_updates: WholeValue
     max_skipped: WholeValue
     token_budget: WholeValue
     score_token_budget: WholeValue | None

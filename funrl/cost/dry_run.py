@@ -75,6 +75,7 @@ from funrl.trainer.jobs.build import build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
+from funrl.trainer.jobs.learning_rates import updates_of
 from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
 from funrl.trainer.jobs.prepare import new_tokens, rl_job, text_job, texts_kind
 from funrl.trainer.jobs.sharding import check_layouts, splits_residual
@@ -658,7 +659,8 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, 
     learned = tracing.at_rows(functools.partial(steps.trace, learns=True), mini, piece) if learns else {}
     for name, costs in learned.items():
         if name.startswith(UPDATES):
-            costs = times(costs, updates.epochs * updates.minibatches)
+            role = name.removeprefix(UPDATES)
+            costs = times(costs, updates.epochs * updates.minibatches * updates_of(job.settings, role))
             phases[name] = plus(costs, {"batch": kept * some.row_bytes})
     phases = with_owned_bytes(phases, sum(owned), local)
     if "generate" in phases:

@@ -36,7 +36,7 @@ ALONG_PATHS = {
     "future_weighted": "ratios of what follows on its path",
     "optimal_token_baseline": "gradients of what was sampled before it",
 }
-OF_PATHS = {"ppo", "prime", "vapo", "pf_ppo", "otb", "fipo", "gigpo"}  # recipes with such pieces
+OF_PATHS = {"ppo", "prime", "vapo", "sao", "pf_ppo", "otb", "fipo", "gigpo"}  # recipes with such pieces
 OF_PAIRS = {id(row) for row in rows_preference.ROWS}
 LAYOUTS = {
     "single": lambda forest: forest.single(),

@@ -29,6 +29,7 @@ REINFORCEMENT = (
     "cispo",
     "prime",
     "vapo",
+    "sao",
     "online_dpo",
 )
 RUN = ("ppo", "dapo", "remax", "prime", "vapo", "online_dpo")  # of these, the first of all that read the same
@@ -58,7 +59,7 @@ def metrics_of(folder):
 def small(name, folder):
     rollout = ("--samples_per_prompt=2",) if name in REINFORCEMENT else ()
     refills = ("--max_refills=1", "--empty_filter=use") if name in FILTERED else ()  # an untrained model's are equal
-    steps = ("--steps=3", "--critic_warmup_steps=1") if name == "vapo" else ("--steps=2",)
+    steps = ("--steps=3", "--critic_warmup_steps=1") if name in ("vapo", "sao") else ("--steps=2",)
     return (*COMMON, *rollout, *refills, *steps, "--batch_prompts=4", f"--run_dir={folder}")
 
 

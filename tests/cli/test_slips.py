@@ -46,7 +46,7 @@ REFUSED = [
     ("grpo", ["--fsdp", "--nofsdp"], "--fsdp is given twice"),
     ("grpo", ["--kl_coef=-1"], "--kl_coef=-1: it must be at least 0"),
     ("ppo", ["--gamma=2"], "--gamma=2: it must be at least 0 and at most 1"),
-    ("grpo", ["--critic_lr=5"], "--critic_lr=5 does nothing without a critic, which ppo and vapo train"),
+    ("grpo", ["--critic_lr=5"], "--critic_lr=5 does nothing without a critic, which ppo, vapo and sao train"),
     ("grpo", ["--max_refills=2"], "--max_refills=2 does nothing without a filter of rows, which dapo has"),
     ("grpo", ["--lora_rank=10000"], "--lora_rank=10000: no matrix with adapters has a rank above 64"),
     ("grpo", ["--kv_cache_gb=100000"], "--kv_cache_gb=100000: a rank of this machine has "),

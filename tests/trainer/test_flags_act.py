@@ -52,6 +52,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "minibatches": (GRPO, {}, 2),
     "critic_lr": (PPO, {}, 1e-4),
     "critic_warmup_steps": (PPO, {}, 1),
+    "critic_updates": (PPO, {}, 2),
     "implicit_reward_lr": (prime, {"max_refills": 1}, 1e-4),
     "max_refills": (dapo, {"max_refills": 1}, 3),
     "lora_rank": (GRPO, {"lora_rank": 2}, 1),

@@ -41,6 +41,7 @@ from funrl.trainer.jobs.compatibility import check_algorithm
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.declaration import run_kind
 from funrl.trainer.settings.settings import Settings, SettingsError, settings_of, with_flags
+from funrl.trainer.steps.learn import learn
 from funrl.trainer.steps.roles import role_names
 
 TINY = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
@@ -55,6 +56,10 @@ QUICK = ("ppo", "remax", "prime", "distillation", "otb")
 
 def digits(prompt, completion, **fields):
     return min(sum(map(completion.count, "12345")), 3) / 3
+
+
+def equal(a, b):
+    return all(map(torch.equal, trees.leaves(a), trees.leaves(b)))
 
 
 def start(make, **settings):
@@ -263,6 +268,51 @@ def test_in_the_first_steps_only_the_critic_learns():
         }
         assert still == {"policy": step <= 2, "critic": False}
         assert ("actor/pg_loss" not in metrics) == (step <= 2)
+
+
+def test_a_critic_learns_several_times_from_the_rows_of_an_update():
+    """As by hand: `learn` with the critic alone, as often, on the same mini-batches."""
+    ends = []
+    for updates in (1, 3):
+        run, state = start(ppo, critic_updates=updates, minibatches=1)
+        rows, state, _ = scored_batch(run, state)
+        state, _ = phases.learn_batch(run, state, rows)
+        ends.append(state.roles)
+    run, state = start(ppo, minibatches=1)
+    rows, state, _ = scored_batch(run, state)
+    critics = {"critic": state.roles["critic"]}
+    for _ in range(3):
+        critics, _ = learn(
+            {"critic": run.parts.roles["critic"]}, critics, rows, phases.update_plan(run.job, run.parts, 1)
+        )
+    assert equal(ends[0]["policy"].params, ends[1]["policy"].params)
+    assert not equal(ends[0]["critic"].params, ends[1]["critic"].params)
+    assert equal(ends[1]["critic"].params, critics["critic"].params)
+
+
+def test_parts_of_one_role_alone_are_frozen():
+    run, state = start(ppo, freeze="critic:attention,unembed")
+    before = {name: trees.clone(role.params) for name, role in state.roles.items()}
+    state, _ = one_step(run, state)
+    still = {
+        name: {
+            key
+            for (key, x), y in zip(trees.named(tree), trees.leaves(state.roles[name].params), strict=True)
+            if torch.equal(x, y)
+        }
+        for name, tree in before.items()
+    }
+    attention = {key for key, _ in trees.named(before["critic"]) if "/attn/" in key}
+    assert len(attention) == 8 and still == {"policy": {"unembed"}, "critic": attention}
+
+
+@pytest.mark.parametrize(
+    "given, problem",
+    [("critik:attention", "no critik learns; there are critic, policy"), ("critic:atention", "begins with 'atention'")],
+)
+def test_a_role_or_part_that_is_not_there_cannot_be_frozen(given, problem):
+    with pytest.raises(SettingsError, match=f"--freeze={given}: .*{problem}"):
+        start(ppo, freeze=given)
 
 
 def test_the_state_of_a_controller_goes_from_step_to_step():

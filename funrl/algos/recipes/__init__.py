@@ -22,6 +22,7 @@ _FIRST = (  # in lists; other files follow by name
     "gdpo",
     "prime",
     "vapo",
+    "sao",
     "pf_ppo",
     "sppo",
     "dppo",

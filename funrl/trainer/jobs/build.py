@@ -33,7 +33,7 @@ from funrl.rollout.native.engine import NativeEngine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.engines import judging_mesh, policy_generator, with_agents
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
-from funrl.trainer.jobs.learning_rates import optimizer_of
+from funrl.trainer.jobs.learning_rates import optimizer_of, updates_of
 from funrl.trainer.jobs.models import base_role, companion_of
 from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
@@ -212,11 +212,12 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         optimizer=optimizer_of(job, name, placed, first_step),
         mask=kind.mask,
         first_step=first_step,
+        updates=updates_of(settings, name),
         metric=job.kind_of_role(name).loss_metric(name) if samples else "train/loss",
         watch_entropy=kind.generates and samples,
         companion=companion_of(job, loss, places),
         router=router_losses(settings, placed),
-        frozen=frozen_beginnings(settings, placed.model),
+        frozen=frozen_beginnings(settings, placed.model, name),
     )
 
 

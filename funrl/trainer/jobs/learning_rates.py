@@ -99,6 +99,11 @@ def learning_rates(settings: Settings, algorithm: Algorithm, model: Model, adapt
     return {name: rules[name].factor * lr if rate is None else rate for name, rate in given.items()}
 
 
+def updates_of(settings: Settings, name: str) -> int:
+    """Number of updates of a role by each mini-batch."""
+    return settings.updates.critic_updates if name == "critic" else 1
+
+
 def optimizer_of(job: BaseJob, name: str, placed: Placed, first_step: int) -> Transformation:
     """The optimizer of a role that learns: AdamW or Muon below a bound on the gradient's norm, in place.
 
@@ -111,7 +116,8 @@ def optimizer_of(job: BaseJob, name: str, placed: Placed, first_step: int) -> Tr
     settings = job.settings
     flags = settings.optimization
     lr = learning_rates(settings, job.algorithm, job.model, job.lora is not None)[name]
-    updates = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
+    batches = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
+    updates = batches * updates_of(settings, name)
     schedules = {
         "constant": lambda: warmup_constant(lr, flags.lr_warmup_steps),
         "linear": lambda: warmup_linear(lr, flags.lr_warmup_steps, updates),
@@ -123,7 +129,7 @@ def optimizer_of(job: BaseJob, name: str, placed: Placed, first_step: int) -> Tr
         step = muon(schedule, axes=placed.model.axes, layouts=placed.stored, mesh=placed.mesh, **options)
     else:
         step = fused_adamw(schedule, **options)
-    frozen = frozen_beginnings(settings, placed.model)
+    frozen = frozen_beginnings(settings, placed.model, name)
     if frozen:
         step = masked(step, functools.partial(learns, beginnings=frozen))
     return chain(clip_by_global_norm(flags.max_grad_norm, in_place=True), step)

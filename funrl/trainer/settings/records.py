@@ -741,7 +741,8 @@ class OptimizerSettings:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
     freeze: str | None = flag(
         None,
-        "what does not learn: vision (a tower less its projector), none, or parts by name",
+        "what does not learn: vision (a tower less its projector), attention, none, or parts by name; "
+        "critic:attention: of one role",
         chosen="vision",
         unless={"lora_rank": "adapters learn alone"},
         keeps_none=True,
@@ -804,6 +805,9 @@ class UpdateSettings:
 
     epochs: int = flag(1, "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "optimizer steps per pass", at_least(1), kinds=RL, without=1)
+    critic_updates: int = flag(
+        1, "updates of the critic for each of the policy's, on the same rows", at_least(1), kinds=RL, needs=("critic",)
+    )
     max_skipped: int = flag(
         3, "maximum consecutive updates skipped because loss or gradient is not finite; then the run stops", at_least(1)
     )

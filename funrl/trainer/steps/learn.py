@@ -89,10 +89,11 @@ def learn(
         for part, packing, total in zip(epoch.parts, epoch.packings, totals, strict=True):
             for name, role in learning.items():
                 update = RoleUpdate(f"step {plan.step}, {name}", name, role, rows, part, packing, most_rows=most_rows)
-                states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
-                for key, value in metrics.items():
-                    if first or key not in ENGINE_GAPS:
-                        values.setdefault(key, []).append(value)
+                for _ in range(role.updates):
+                    states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
+                    for key, value in metrics.items():
+                        if first or key not in ENGINE_GAPS:
+                            values.setdefault(key, []).append(value)
             first = False
     return states, means(values)
 

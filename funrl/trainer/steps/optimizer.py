@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from funrl import trees
@@ -12,6 +13,8 @@ from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.router_losses import BIAS
 
 FREEZE_NONE = "none"
+ATTENTION = "attention"  # in --freeze: all attention weights, whatever a model calls their part of a layer
+ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
 WITHOUT_GRADIENT = (BIAS, "layer_scale")  # last parts of names
 
 
@@ -20,21 +23,28 @@ def with_gradient(params: trees.Tree) -> trees.Tree:
     return trees.map_named(lambda name, _: name.rsplit("/", 1)[-1] not in WITHOUT_GRADIENT, params)
 
 
-def frozen_beginnings(settings: Settings, model: Model) -> tuple[str, ...]:
-    """Prefixes of the names of the weights that --freeze holds, by default the model's own.
+def frozen_beginnings(settings: Settings, model: Model, role: str) -> tuple[str, ...]:
+    """Prefixes of the names of a role's weights that --freeze holds, by default the model's own.
 
     Adapters stand on weights that are all frozen, so there is nothing to add; a module's buffers never learn.
     """
     parts = {} if model.owned is None else model.owned.frozen
-    given = settings.optimization.freeze
     constant = model.abilities.constant
     if model.adapters is not None:
         return ()
-    if given == FREEZE_NONE:
-        return constant
-    if given is None:
+    words = _words(settings, role)
+    if words is None:
         return (*constant, *(beginning for beginnings in parts.values() for beginning in beginnings))
-    return (*constant, *(x for word in given.split(",") for x in parts.get(word.strip(), (word.strip(),))))
+    if words == [FREEZE_NONE]:
+        return constant
+    return (*constant, *(x for word in words for x in parts.get(word, (word,))))
+
+
+def _words(settings: Settings, role: str) -> list[str] | None:
+    """Parts that --freeze names for a role: those without a role, and its own; None: no word is about it."""
+    pairs = [word.strip().rpartition(":") for word in (settings.optimization.freeze or "").split(",")]
+    words = [part for owner, _, part in pairs if owner in ("", role)]
+    return None if settings.optimization.freeze is None or not words else words
 
 
 def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
@@ -49,21 +59,25 @@ def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
     given = settings.optimization.freeze
     if given is None or given == FREEZE_NONE:
         return
+    for owner in {word.strip().rpartition(":")[0] for word in given.split(",")} - {"", *models}:
+        raise SettingsError(f"--freeze={given}: no {owner} learns; there are {', '.join(sorted(models))}")
     names = {role: [plain_name(name) for name, _ in trees.named(model.shapes)] for role, model in models.items()}
     every = {name for own in names.values() for name in own}
-    for beginning in {x for model in models.values() for x in frozen_beginnings(settings, model)}:
+    for beginning in {x for role, model in models.items() for x in frozen_beginnings(settings, model, role)}:
         if not beginning or not any(is_frozen(name, (beginning,)) for name in every):
             parts = {name for model in models.values() if model.owned is not None for name in model.owned.frozen}
-            known = ", ".join(sorted(parts | {name.split("/")[0] for name in every}))
+            known = ", ".join(sorted(parts | {ATTENTION} | {name.split("/")[0] for name in every}))
             raise SettingsError(f"--freeze={given}: no weight's name begins with {beginning!r}; there are {known}")
     for role, model in models.items():
-        if all(is_frozen(name, frozen_beginnings(settings, model)) for name in names[role]):
+        if all(is_frozen(name, frozen_beginnings(settings, model, role)) for name in names[role]):
             raise SettingsError(f"--freeze={given}: nothing would learn in the {role}")
 
 
 def is_frozen(name: str, beginnings: tuple[str, ...]) -> bool:
     """True of the name of a weight that is one of some, or is inside one of these parts."""
     name = plain_name(name)
+    if ATTENTION in beginnings and not ATTENTION_PARTS.isdisjoint(re.split("[/.]", name)):
+        return True
     return any(name == beginning or name.startswith(f"{beginning}/") for beginning in beginnings)
 
 

@@ -101,6 +101,7 @@ class Role(NamedTuple):
       optimizer: how.
       mask: field of the batch that says which tokens it learns from.
       first_step: the first step in which it learns.
+      updates: how often each mini-batch updates it.
       temperature: its log-probabilities are those of logits divided by this.
       topk: how many of its most probable tokens it writes.
       metric: name of its loss among the metrics, such as "actor/pg_loss"; its gradient's norm is "actor/grad_norm".
@@ -119,6 +120,7 @@ class Role(NamedTuple):
     optimizer: Transformation | None = None
     mask: str = "mask"
     first_step: int = 1
+    updates: int = 1
     temperature: float = 1.0
     topk: int = TOPK
     metric: str = ROLES["policy"].metric
