@@ -115,6 +115,11 @@ class TorchBackend:
         """The weights that passes compute with."""
         return self._params if self._with_stacks is None else self._with_stacks
 
+    @property
+    def load_bytes(self) -> int:
+        """Bytes that `overwrite` needs beside the weights before it."""
+        return trees.nbytes(self._params)
+
     def overwrite(self, params: trees.Tree) -> bool:
         """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
 
