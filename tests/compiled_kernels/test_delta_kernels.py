@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gpu_kernels import output_of
-from test_logit_rows import needs_triton
+from kernel_programs import interpreted_test, needs_triton, output_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funrl.compiled_kernels.delta_rule import gated_delta, operators
@@ -25,17 +24,7 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    return output_of("interpreted_delta.py", TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_interpreted_kernels(case, interpreted):
-    assert tuple(interpreted) == CASES
-    assert interpreted[case] is None, interpreted[case]
+test_interpreted_kernels = interpreted_test("interpreted_delta.py", CASES)
 
 
 @needs_triton

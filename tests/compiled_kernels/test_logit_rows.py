@@ -1,11 +1,11 @@
 """Passes over rows of logits by Triton kernels: when they are taken, and on a GPU; test_gpu_kernels.py has others."""
 
-import importlib.util
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_programs import needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,10 +16,6 @@ from funrl.compiled_kernels.gpu_kernels import trials
 from funrl.compiled_kernels.linear_divergence import divergence_error, linear_divergence, linear_divergence_reference
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, project
 from funrl.compiled_kernels.logit_rows import operators
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton, on Linux"
-)
 
 
 def test_which_hidden_states_are_for_the_kernels(monkeypatch, caplog):

@@ -36,11 +36,13 @@ _assumed = False
 
 
 def kernels_take(tensors: Sequence[Tensor], trial: Callable[[str], float]) -> bool:
-    """True if kernels that need tensors of a GPU, end to end, compute with these.
+    """True if kernels that compute in float32 and need tensors of a GPU, end to end, compute with these.
 
     Args:
       trial: as in `kernels_run`.
     """
+    if any(x.dtype.itemsize > torch.float32.itemsize for x in tensors):
+        return False
     return _assumed or (all(x.is_cuda and x.is_contiguous() for x in tensors) and kernels_run(trial))
 
 
@@ -63,8 +65,13 @@ def trial_problem(trial: Callable[[str], float], tolerance: float = _TOLERANCE) 
     except ImportError as problem:
         return f"{problem}; torch for CUDA and ROCm brings triton along"
     except Exception as problem:  # a compiler's errors share no type
-        return f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        return first_line(problem)
     return None if error < tolerance else f"its results differ by {error:.2g} from the reference's"
+
+
+def first_line(problem: Exception) -> str:
+    """Type of an exception, and the first line of its message."""
+    return f"{type(problem).__name__}: {problem}".partition("\n")[0]
 
 
 def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
