@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_programs import interpreted_test, needs_triton, output_of
 
-from funrl.compiled_kernels.gpu_kernels.trials import assume_kernels, trial_problem
+from funrl.compiled_kernels.gpu_kernels.trials import AssumedGPU, assume_kernels, trial_problem
 from funrl.optim.fused import adamw_error, fused_adamw, kernel_takes
 from funrl.optim.gradients import add_gradients
 
@@ -83,7 +83,7 @@ def test_the_cpu_keeps_torchs_operators():
 def test_the_kernels_take_no_number_of_64_bits():
     """They compute in 32 bits, and have no form for what is wider."""
     leaf, wide = [torch.zeros(3)], [torch.zeros(3, dtype=torch.float64)]
-    with assume_kernels(True):
+    with assume_kernels(AssumedGPU()):
         assert kernel_takes(leaf, [leaf, leaf, leaf, [0.0]])
         for grads, mu, params in itertools.permutations((wide, leaf, leaf)):
             assert not kernel_takes(grads, [mu, leaf, params, [0.0]])

@@ -16,7 +16,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.exact.aligned import aligned_kernels
-from funrl.compiled_kernels.gpu_kernels.trials import first_line
+from funrl.compiled_kernels.gpu_kernels.trials import exception_text
 from funrl.mesh.mesh import SINGLE, Mesh, single
 from funrl.models import Model, Placed, place, with_fields
 from funrl.models.flat import flat_fields
@@ -46,7 +46,7 @@ def aligned_trial_problem(model: Model, dtype: torch.dtype, device: torch.device
     try:
         return _trial_problem(_shrink_model(model), dtype, single(device))
     except Exception as problem:  # a compiler's errors share no type
-        return first_line(problem)
+        return exception_text(problem)
 
 
 def _shrink_model(model: Model) -> Model:
@@ -168,7 +168,9 @@ def _error_problem(
     if not error < tolerances[0]:
         return f"log-probabilities differ by {error:.2g} nats from those in float64"
     grads, right = (
-        torch.autograd.grad(sum(x.double().sum() for x in values), trees.leaves(weights), materialize_grads=True)
+        torch.autograd.grad(
+            torch.cat([x.double() for x in values]).sum(), trees.leaves(weights), materialize_grads=True
+        )
         for values, weights in ((scores, leaves), (expected, wide))
     )
     norms = [y.norm().item() for y in right]
