@@ -19,7 +19,7 @@ from funrl.mesh.collectives import all_gather, gather_replicated, own_shard
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, partial_axes
-from funrl.models.compiling.compile import computes_as
+from funrl.models.equivalent_layer import computes_as
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.gather_buffers import GatherDtypes

@@ -10,9 +10,9 @@ import torch
 from funrl import trees
 from funrl.batch import Batch
 from funrl.models import decoder_config, decoder_model, place, with_value_head
-from funrl.models.compiling.compile import EquivalentLayer
 from funrl.models.decoder.decoder import decoder_layer
 from funrl.models.decoder.routing import Experts
+from funrl.models.equivalent_layer import EquivalentLayer
 from funrl.models.shared_prefixes import first_equals, shared_prefixes
 from funrl.models.vision.config import TowerConfig
 from funrl.models.vision.model import with_vision

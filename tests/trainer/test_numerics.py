@@ -83,8 +83,8 @@ def test_ranks_with_other_gpus_are_refused(monkeypatch):
             if refused
             else (contextlib.nullcontext())
         ):
-            numerics.check_devices(aligned_job(), mesh)
-        numerics.check_devices(small_job(GRPO), mesh)
+            numerics.check_gpu_kinds(aligned_job(), mesh)
+        numerics.check_gpu_kinds(small_job(GRPO), mesh)
 
 
 def test_kernels_that_fail_their_trial_are_refused(monkeypatch):

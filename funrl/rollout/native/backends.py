@@ -29,8 +29,8 @@ from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
-from funrl.models.compiling.compile import computes_as
 from funrl.models.decoder.experts import stack_gate_up
+from funrl.models.equivalent_layer import computes_as
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
 from funrl.rollout.native.cache_sizes import page_tokens

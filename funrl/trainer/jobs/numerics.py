@@ -27,7 +27,7 @@ def check_numerics(job: RLJob, training: Mesh, generating: Mesh) -> None:
         raise job.settings.refusal("{numerics}: {problem}; leave it out", problem=problem)
 
 
-def check_devices(job: Job, mesh: Mesh) -> None:
+def check_gpu_kinds(job: Job, mesh: Mesh) -> None:
     """Refuse --numerics=aligned on GPUs of several kinds, whose products add in other orders. Collective.
 
     Args:

@@ -25,7 +25,7 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.build import build, first_weights
 from funrl.trainer.jobs.job import Job, RLJob, rewards_completions
-from funrl.trainer.jobs.numerics import check_devices
+from funrl.trainer.jobs.numerics import check_gpu_kinds
 from funrl.trainer.jobs.row_source import completion_scorer, make_source
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.loop import Outcome, train_loop
@@ -54,7 +54,7 @@ def run_rank(
       observer, source, pool: as of `train_loop`; a job with a placement has a source of its own.
     """
     placement = job.placement
-    check_devices(job, mesh)
+    check_gpu_kinds(job, mesh)
     if (remark := shutdown_remark(shutdown_s())) is not None:
         observer.note(remark)
     if job.settings.devices.generators is not None:
