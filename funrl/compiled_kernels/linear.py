@@ -22,6 +22,7 @@ from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.arguments import check_tensor, kernel_bits
 from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain, kernels_work
 from funrl.compiled_kernels.exact.operators import exact_linear
+from funrl.compiled_kernels.gpu_kernels.trials import assumed_gpu
 from funrl.compiled_kernels.kernel_library import library
 
 _PROBED = "cuda"  # where products are tried
@@ -97,7 +98,12 @@ def add_products_(total_NK: Tensor, a_MN: Tensor, b_MK: Tensor) -> None:
 
 def sums_wide(a: Tensor) -> bool:
     """True of 16 bits on a GPU that adds their products to sums in float32."""
-    return a.is_cuda and a.element_size() == 2 and has_wide_sums(a.dtype)
+    return a.element_size() == 2 and (assumed_gpu() is not None or (a.is_cuda and has_wide_sums(a.dtype)))
+
+
+def multiplies_wide(a: Tensor) -> bool:
+    """True of 16 bits on a GPU whose products of them are in float32."""
+    return a.element_size() == 2 and (assumed_gpu() is not None or (a.is_cuda and has_wide_products(a.dtype)))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain
 from funrl.compiled_kernels.exact.operators import exact_linear
 from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilities, logit_moments
-from funrl.compiled_kernels.linear import add_products_, has_wide_products, product, sum_of_products
+from funrl.compiled_kernels.linear import add_products_, multiplies_wide, product, sum_of_products
 from funrl.compiled_kernels.logit_rows import operators
 from funrl.compiled_kernels.logit_rows.plain import cap_slope, row_sums_, to_d_logits_
 from funrl.compiled_kernels.logit_rows.settings import LogitBlock, RowSettings
@@ -186,7 +186,7 @@ def _products(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
         return exact_linear(hidden_TD, unembed_VD, None, 1, True)
     if hidden_TD.element_size() > 2:
         return product(hidden_TD, unembed_VD)
-    if hidden_TD.is_cuda and has_wide_products(hidden_TD.dtype):
+    if multiplies_wide(hidden_TD):
         return torch.mm(hidden_TD, unembed_VD.T, out_dtype=torch.float32)
     return hidden_TD.float() @ unembed_VD.T.float()
 

@@ -118,7 +118,7 @@ def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
     row_bytes = pages * model.page_bytes(generator.mesh, page, job.dtype)
     row_bytes += model.cell_bytes(generator.mesh, job.dtype)
     given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
-    return int(given // row_bytes), row_bytes
+    return int(given // row_bytes) - (generator.whole.control is not None), row_bytes
 
 
 def own_prompts(job: RLJob, mesh: Mesh) -> int:
@@ -181,6 +181,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     passes = (fresh if fresh < 1 else math.ceil(fresh / sizes.prompts)) * -(-work.prompt_tokens // sizes.prompt_tokens)
     steps = turns.replies * sampling.max_new_tokens
     whole = after(times(phases["prefill"], passes), times(phases["decode"], steps))
+    if isinstance(work.whole.whole, NativeEngine) and work.whole.whole.control is not None:
+        whole = plus(whole, {"cache": float(rows_in_cache(work, sampling)[1])})  # of a row that is scored once more
     if state_bytes:
         most_held = MOST_STATE_BYTES // state_bytes
         own = own_prompts(work.job, work.whole.mesh)

@@ -290,6 +290,7 @@ def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str,
         "files",
         f"the evaluation every {settings.evaluation.eval_every} steps",
         *["the gain of --rollout_dtype=float8, as products are counted in 16 bits"] * settings.engines.float8,
+        *["the gain of prompts that plain layers on a CPU compute once"] * _shares_beginnings(job, hardware),
     ]
     if job.algorithm.filter is not None and settings.sampling.max_refills > 1:
         out.append(
@@ -313,6 +314,13 @@ def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str,
         copies = "the time of offloading copies" if hardware.accelerator else "it does nothing on a CPU"
         out.append(f"--offload={settings.devices.offload}: {copies}")
     return tuple(out)
+
+
+def _shares_beginnings(job: Job, hardware: Hardware) -> bool:
+    """True if plain layers compute once what packed rows begin with in common; see `Placed.shares_prefixes`."""
+    if hardware.accelerator or not isinstance(job, RLJob):
+        return False
+    return job.sampling.samples > 1 and job.models[job.main_role].abilities.shares_prefixes
 
 
 PROMPT_TOKENS = 512  # of a prompt, unless a flag or the embedded task gives it

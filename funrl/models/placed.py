@@ -19,6 +19,7 @@ from funrl.mesh.collectives import all_gather, gather_replicated, own_shard
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, partial_axes
+from funrl.models.equivalent_layer import computes_as
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.gather_buffers import GatherDtypes
@@ -332,7 +333,7 @@ def place(
       replay: whether tokens go to the experts that a batch says.
       splits: whether the residual stream of packed rows is split over `tensor`.
       reduce_dtype: the dtype to sum gradients of gathered weights in; None: that of the weights.
-      shares_prefixes: as in `Placed`.
+      shares_prefixes: as in `Placed`; a layer that is not the model's own, compiled or not, shares nothing.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
@@ -340,17 +341,18 @@ def place(
     stored, compute = (
         layouts(model.shapes, model.axes, rules, sizes=mesh.sizes) for rules in (stored_rules, compute_rules)
     )
+    layer = layer or model.layer
     return Placed(
         model,
         mesh,
         stored,
         compute=compute,
         dtype=dtype,
-        layer=layer or model.layer,
+        layer=layer,
         replay=replay,
         splits=splits,
         reduce_dtype=reduce_dtype,
-        shares_prefixes=shares_prefixes,
+        shares_prefixes=shares_prefixes and computes_as(layer, model.layer),
     )
 
 

@@ -25,6 +25,7 @@ def add_gradients(total: trees.Tree, more: trees.Tree, params: trees.Tree) -> tr
     """
     firsts, seconds, weights = (trees.leaves(tree) for tree in (total, more, params))
     wide = all(x.dtype == weight.dtype for x, weight in zip(seconds, weights, strict=True))
+    wide |= any(weight.dtype == torch.float64 for weight in weights)  # in which the kernel does not add
     if wide or not kernels_take((*firsts, *seconds), gradient_sum_error):
         sums = widened(total, params)
         torch._foreach_add_(trees.leaves(sums), seconds)

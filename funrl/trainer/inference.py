@@ -14,6 +14,7 @@ import torch
 
 from funrl import seeds, trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, to_tokens, token_mean
+from funrl.compiled_kernels.exact.dispatch import keep_alignment
 from funrl.data.pictures import PROCESSOR_FILES, picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.tokenizer import TextTokenizer, load_tokenizer
@@ -132,6 +133,7 @@ def _task(settings: Settings, given: Given, tokenizer: TextTokenizer, most: int)
     return task._replace(prompts=(), heldout=task.heldout[:most])
 
 
+@keep_alignment()
 def run_inference(
     job: RLJob, stored: StoredModel, seed: int, mesh: Mesh, pool: Pool | None, show: Show
 ) -> dict[str, float]:

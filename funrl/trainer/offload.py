@@ -20,7 +20,7 @@ from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.phases import Trainer
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.roles import Role, RoleState, State, bases
+from funrl.trainer.steps.roles import Role, RoleState, State, bases, keep_copies
 
 PARTS = ("optimizer", "reference", "params")
 NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `frozen_stages`
@@ -48,10 +48,23 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     """
     away = offloaded_parts(text)
     if away and parts.mesh.device.type == "cuda":
-        return _moving(away, parts)
+        move = _moving(away, parts)
+        return _with_copies(move, parts.roles) if "params" in away else move
     if away:
         note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
     return lambda trainer, state, stage: (trainer, state)
+
+
+def _with_copies(move: Mover, roles: Mapping[str, Role]) -> Mover:
+    """A mover that gives weights new copies to compute with: those before were of the memory that the weights left."""
+
+    def move_with_copies(trainer: Trainer, state: State, stage: str) -> tuple[Trainer, State]:
+        trainer, state = move(trainer, state, stage)
+        if stage in ("score", "update"):
+            keep_copies(roles, state.roles)
+        return trainer, state
+
+    return move_with_copies
 
 
 def _moving(away: Collection[str], parts: Parts) -> Mover:

@@ -8,6 +8,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ from funrl.compiled_kernels.paged_attention import paged_attention, paging_of
 from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention, varlen_attention_reference
 from funrl.mesh.mesh import single
+from funrl.models import decoder_config, decoder_model
 from funrl.rollout.native import backends
+from funrl.rollout.native.aligned_trial import aligned_trial_problem
 from funrl.rollout.native.device import decode_state
 from funrl.rollout.native.device.row_sampler import sample_next_tokens
 from funrl.rollout.sampling import sample_tokens
@@ -289,6 +292,44 @@ def fused_decoding_has_the_bits_too():
     assert metrics[GAP_METRIC] == 0, metrics[GAP_METRIC]
 
 
+def a_trial_finds_no_problem():
+    """Of layers with a window and without one, with heads that share keys, and sums in two parts."""
+    backends.packed_problem = lambda *_: "kernels of a GPU are wanted"
+    own = {"vocab": 300, "embed": 24, "layers": 3, "max_positions": 4096}
+    plain = own | {"heads": 2, "kv_heads": 2, "head": 10, "mlp": 40}
+    windowed = own | {"heads": 8, "kv_heads": 4, "head": 8, "mlp": 2100, "windows": (60, None, 60), "qk_norm": True}
+    for dtype, sizes in ((torch.float32, plain), (torch.bfloat16, windowed)):
+        problem = aligned_trial_problem(decoder_model(decoder_config(**sizes)), dtype, torch.device("cpu"))
+        assert problem is None, (dtype, problem)
+
+
+def wrong_kernels_fail_the_trial():
+    model = decoder_model(decoder_config(vocab=50, embed=16, layers=1, heads=2, kv_heads=1, head=8, mlp=24))
+    product, norm, attention = kernels.launch_product, kernels.launch_norm, kernels.launch_attention
+
+    def by_rows(x, weight, bias, wide):
+        return product(x, weight, bias, wide) * (1 if len(x) > 1 else 1.01)
+
+    def by_pages(inputs, offsets, paged, *rest):
+        out, lse = attention(inputs, offsets, paged, *rest)
+        return out if paged is None else out * (1 + 1e-6), lse
+
+    def missing(*args):
+        raise RuntimeError("no such instruction\nat line 7")
+
+    wrong = {
+        "the engine's numbers depend on the other rows of a pass": ("launch_product", by_rows),
+        "engine and trainer differ by": ("launch_attention", by_pages),
+        "log-probabilities differ by": ("launch_norm", lambda x, *rest: 1.2 * norm(x, *rest)),
+        "gradients differ by": ("launch_norm_backward", lambda grad, x, weight, *_: (2 * grad, weight)),
+        "RuntimeError: no such instruction": ("launch_gated", missing),
+    }
+    for problem, (name, function) in wrong.items():
+        with mock.patch.object(kernels, name, function):
+            got = aligned_trial_problem(model, torch.float32, torch.device("cpu"))
+        assert got is not None and got.startswith(problem) and "line 7" not in got, (problem, got)
+
+
 CASES = (
     products_have_the_bits_of_a_row_alone,
     any_tiles_give_the_same_bits,
@@ -300,6 +341,8 @@ CASES = (
     engine_and_trainer_have_the_same_bits,
     an_update_has_the_bits_too,
     fused_decoding_has_the_bits_too,
+    a_trial_finds_no_problem,
+    wrong_kernels_fail_the_trial,
 )
 
 

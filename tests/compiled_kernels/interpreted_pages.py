@@ -155,6 +155,18 @@ def a_step_in_place_clips_and_applies():
     assert torch.equal(results[1][0]["frozen"], begin["frozen"]) and not torch.equal(results[1][0]["b"], begin["b"])
 
 
+def wider_copies_are_written():
+    fused.kernel_takes = lambda *_: True
+    params = {"a": draw(3, 700), "b": draw(5, seed=1)}
+    renew_copies(params, torch.float64)
+    adamw = optim.fused_adamw(0.1)
+    grads = trees.map(torch.ones_like, params)
+    params, _ = optim.step_(adamw, grads, adamw.init(params), params, optim.global_norm(grads))
+    for x in params.values():
+        copy = narrow_weight(x, torch.float64)
+        assert copy is not x and torch.equal(copy, x.double())
+
+
 def gradients_are_added_in_float32():
     assert trials.trial_problem(gradients.gradient_sum_error) is None
     sizes = {"a": 2100, "b": 5, "half": 48, "empty": 0}

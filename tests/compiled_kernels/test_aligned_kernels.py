@@ -1,8 +1,7 @@
 """Kernels of a fixed order of sums: interpreted, and compiled for GPUs of two makers."""
 
 import pytest
-from test_gpu_kernels import output_of
-from test_logit_rows import needs_triton
+from kernel_programs import interpreted_test, needs_triton, output_of
 
 CASES = (
     "products_have_the_bits_of_a_row_alone",
@@ -15,20 +14,12 @@ CASES = (
     "engine_and_trainer_have_the_same_bits",
     "an_update_has_the_bits_too",
     "fused_decoding_has_the_bits_too",
+    "a_trial_finds_no_problem",
+    "wrong_kernels_fail_the_trial",
 )
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    return output_of("interpreted_aligned.py", TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_interpreted_kernels(case, interpreted):
-    assert tuple(interpreted) == CASES
-    assert interpreted[case] is None, interpreted[case]
+test_interpreted_kernels = interpreted_test("interpreted_aligned.py", CASES)
 
 
 @needs_triton

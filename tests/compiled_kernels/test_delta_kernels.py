@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gpu_kernels import output_of
-from test_logit_rows import needs_triton
+from kernel_programs import interpreted_test, needs_triton, output_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl.compiled_kernels.delta_rule import gated_delta, operators
 from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
@@ -25,17 +25,7 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    return output_of("interpreted_delta.py", TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_interpreted_kernels(case, interpreted):
-    assert tuple(interpreted) == CASES
-    assert interpreted[case] is None, interpreted[case]
+test_interpreted_kernels = interpreted_test("interpreted_delta.py", CASES)
 
 
 @needs_triton
@@ -79,6 +69,42 @@ def test_which_rows_are_for_the_kernels(monkeypatch):
     refused = (128, 64, torch.float32), (512, 64, torch.bfloat16), (128, 64, torch.bfloat16, "cpu")
     assert not any(taken(*given) for given in refused)
     assert trials == [(128, 64, torch.bfloat16), (20, 256, torch.float16)], "sizes that are used are tried"
+
+
+class Rooms(TorchDispatchMode):
+    """Bytes of all tensors that are made without numbers."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if "empty" in func.name():
+            self.nbytes += out.nbytes
+        return out
+
+
+class NoKernel:
+    def __getitem__(self, grid):
+        return lambda *args, **named: None
+
+
+@needs_triton
+@pytest.mark.parametrize(("tokens", "key", "value"), [(130, 64, 32), (64, 128, 128), (7, 16, 256)])
+def test_the_dry_run_knows_the_room_of_intermediate_results(tokens, key, value, monkeypatch):
+    from funrl.compiled_kernels.delta_rule import kernels
+
+    for name in ("_condense", "_advance", "_retreat", "_read_gradients", "_condensed_gradients"):
+        monkeypatch.setattr(kernels, name, NoKernel())
+    q, k = (torch.zeros(2, tokens, 2, key, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.zeros(2, tokens, 4, value, dtype=torch.bfloat16)
+    rows = kernels.DeltaRows(q, k, v, *(torch.zeros(2, tokens, 4) for _ in range(2)), torch.zeros(2, 4, key, value))
+    results = v.nbytes + rows.first.nbytes
+    with Rooms() as rooms:
+        kernels.launch_rule(rows)
+    assert rooms.nbytes == operators.rule_room(q, v) + results
+    with Rooms() as rooms:
+        kernels.launch_rule_gradients(v, rows.first, rows)
+    assert rooms.nbytes == operators.rule_gradient_room(q, v) + results
 
 
 def test_a_trial_that_fails_leaves_torchs_operators(monkeypatch, caplog):

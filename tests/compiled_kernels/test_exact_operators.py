@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.gate import gated
 from funrl.compiled_kernels.exact.low_rank import ThinFactors, low_rank_linear
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.exact.router import largest, sigmoid, softmax
 from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
 from funrl.compiled_kernels.grouped_linear import grouped_linear, grouped_linear_in_parts, head_products
@@ -231,3 +232,28 @@ def test_a_frozen_weight_has_no_gradient_and_the_others_are_the_same():
     out = low_rank_linear(x, w.detach(), ThinFactors(a, b, 0.7))
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), (x, a, b)), whole))
     assert torch.equal(out, linear(x, w) + linear(0.7 * linear(x, a), b))
+
+
+@operator("funrl::doubled_for_a_test")
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x.detach()
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_gradient_through_an_operator_without_a_formula_is_an_error():
+    """Called directly or by what is compiled; without a gradient it computes."""
+    x = torch.randn(3, 5)
+    leaf = x.clone().requires_grad_()
+    for function in (doubled, torch.compile(doubled, backend="eager", fullgraph=True)):
+        expected = function(x)
+        out = function(leaf)
+        assert torch.equal(out, expected)
+        with pytest.raises(RuntimeError, match="funrl::doubled_for_a_test has no formula for its gradient"):
+            out.sum().backward()
+        assert leaf.grad is None
+        with torch.no_grad():
+            assert torch.equal(function(leaf), expected)

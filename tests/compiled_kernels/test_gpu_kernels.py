@@ -1,17 +1,14 @@
 """Triton kernels of decoding passes, AdamW and rows of logits: interpreted, compiled for two GPUs, and on one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
-from test_logit_rows import needs_triton
+from kernel_programs import interpreted_test, needs_triton, output_of
 
-from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
+from funrl.compiled_kernels.gpu_kernels.trials import AssumedGPU, assume_kernels, trial_problem
 from funrl.optim.fused import adamw_error, fused_adamw, kernel_takes
+from funrl.optim.gradients import add_gradients
 
 CASES = (
     "any_pass_equals_float64",
@@ -23,6 +20,7 @@ CASES = (
     "adamw_equals_torch",
     "leaves_of_any_dtype_are_updated",
     "a_step_in_place_clips_and_applies",
+    "wider_copies_are_written",
     "gradients_are_added_in_float32",
     # fused decoding
     "norms_equal_float64",
@@ -53,31 +51,7 @@ CASES = (
 )
 
 
-def output_of(program, *args, **variables):
-    """What a program beside this file prints, as JSON; a new process, since triton reads variables at imports."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / program), *args],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=1800,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    return output_of("interpreted_cases.py", TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_interpreted_kernels(case, interpreted):
-    assert tuple(interpreted) == CASES
-    assert interpreted[case] is None, interpreted[case]
+test_interpreted_kernels = interpreted_test("interpreted_cases.py", CASES)
 
 
 @pytest.mark.slow
@@ -104,6 +78,17 @@ def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
 def test_the_cpu_keeps_torchs_operators():
     leaf = [torch.zeros(3)]
     assert not kernel_takes(leaf, [leaf, leaf, leaf, [0.0]])
+
+
+def test_the_kernels_take_no_number_of_64_bits():
+    """They compute in 32 bits, and have no form for what is wider."""
+    leaf, wide = [torch.zeros(3)], [torch.zeros(3, dtype=torch.float64)]
+    with assume_kernels(AssumedGPU()):
+        assert kernel_takes(leaf, [leaf, leaf, leaf, [0.0]])
+        for grads, mu, params in itertools.permutations((wide, leaf, leaf)):
+            assert not kernel_takes(grads, [mu, leaf, params, [0.0]])
+        total = add_gradients([torch.ones(3)], [torch.ones(3).bfloat16()], wide)
+    assert torch.equal(total[0], torch.full((3,), 2.0, dtype=torch.float64))
 
 
 @pytest.mark.gpu

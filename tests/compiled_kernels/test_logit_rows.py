@@ -1,25 +1,20 @@
 """Passes over rows of logits by Triton kernels: when they are taken, and on a GPU; test_gpu_kernels.py has others."""
 
-import importlib.util
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_programs import needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.compiled_kernels import linear as products
-from funrl.compiled_kernels import linear_logprob as head
 from funrl.compiled_kernels.gpu_kernels import trials
 from funrl.compiled_kernels.linear_divergence import divergence_error, linear_divergence, linear_divergence_reference
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, project
 from funrl.compiled_kernels.logit_rows import operators
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton, on Linux"
-)
 
 
 def test_which_hidden_states_are_for_the_kernels(monkeypatch, caplog):
@@ -94,7 +89,7 @@ def test_a_gpu_that_adds_no_products_to_float32_takes_another_pass(monkeypatch, 
 @pytest.mark.parametrize("wide", [True, False])
 def test_logits_on_a_gpu_are_in_float32(wide, monkeypatch):
     """Without a GPU: on tensors that only say that they are on one."""
-    monkeypatch.setattr(head, "has_wide_products", lambda dtype: wide)
+    monkeypatch.setattr(products, "has_wide_products", lambda dtype: wide)
     with FakeTensorMode():
         hidden, unembed = (torch.empty(n, 16, device="cuda", dtype=torch.bfloat16) for n in (3, 40))
         assert project(hidden, unembed).dtype == torch.float32

@@ -11,6 +11,7 @@ from dry_jobs import CPU, H100, settings, small, write_config
 from selection import quick
 
 from funrl.cli.run import main
+from funrl.cost import dry_run
 from funrl.cost import report as dry_report
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate
@@ -155,6 +156,15 @@ def test_what_is_left_out_is_said(capsys):
         "the time of offloading copies",
     ):
         assert words in line.split("not counted: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "flags", "shares"),
+    [(CPU, {}, True), (H100, {}, False), (CPU, {"samples_per_prompt": 1}, False)],
+)
+def test_prompts_that_completions_share_are_not_counted(hardware, flags, shares):
+    left_out = dry_run.left_out(small("grpo", **flags), None, hardware)
+    assert any("plain layers on a CPU compute once" in text for text in left_out) == shares
 
 
 def made_up(job, **phases):

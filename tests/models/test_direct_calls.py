@@ -8,6 +8,7 @@ from funrl.compiled_kernels.rotary import frequencies, rotary
 from funrl.mesh.mesh import SINGLE
 from funrl.models import compile_layer, decoder_config, decoder_model, with_fields
 from funrl.models.compiling import compiled_layer
+from funrl.models.compiling.direct_calls import DirectCalls, LayerCall
 from funrl.models.decoder.config import layers_of
 from funrl.models.decoder.layers import Context
 
@@ -129,6 +130,23 @@ def test_settings_and_modes_are_noticed(dispatched):
     assert len(dispatched) == 3
     layer(*call)
     assert len(dispatched) == 3
+
+
+def test_an_error_leaves_no_graph_for_the_next_call(dispatched):
+    """A call that torch.compile does not trace is not sent to the graph of a call that failed after its own."""
+    calls = DirectCalls(lambda module, inputs: module.forward)
+    x = torch.ones(2)
+    graph = calls.compile_graph(torch.fx.symbolic_trace(lambda x: torch.neg(x)), [x])
+
+    def fail(x):
+        graph(x)
+        raise RuntimeError("out of memory")
+
+    call = LayerCall("key", (), [x])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        calls.trace(call, fail, x)
+    assert calls._last is None
+    assert torch.equal(calls.trace(call, torch.abs, x), x) and calls.find(call) is None
 
 
 def test_layers_of_two_kinds_with_equal_sizes_keep_their_own_graphs(dispatched):

@@ -12,6 +12,7 @@ from funrl.batch import Batch
 from funrl.models import decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.decoder import decoder_layer
 from funrl.models.decoder.routing import Experts
+from funrl.models.equivalent_layer import EquivalentLayer
 from funrl.models.shared_prefixes import first_equals, shared_prefixes
 from funrl.models.vision.config import TowerConfig
 from funrl.models.vision.model import with_vision
@@ -79,9 +80,25 @@ def test_layers_see_each_beginning_and_padding_once(shares, tokens):
         return decoder_layer(config, mesh, weights, x_BTD, context)
 
     model = decoder_model(CONFIG)
-    placed = place(model, layer=counting, shares_prefixes=shares)
+    placed = place(model, layer=EquivalentLayer(model.layer, counting), shares_prefixes=shares)
     placed.token_scores(model.init(torch.Generator().manual_seed(2)), packed_rows())
     assert sizes == [tokens] * 2
+
+
+def test_a_layer_of_another_kind_sees_whole_rows():
+    """It may depend on more than the tokens before: here on the position in the row."""
+
+    def counting_places(config, mesh, weights, x_BTD, context):
+        out_BTD = decoder_layer(config, mesh, weights, x_BTD, context)
+        return out_BTD + torch.arange(x_BTD.shape[1])[:, None] / 100
+
+    model = decoder_model(CONFIG)
+    params = model.init(torch.Generator().manual_seed(2))
+    scores = [
+        place(model, layer=counting_places, shares_prefixes=shares).token_scores(params, packed_rows()).logp
+        for shares in (True, False)
+    ]
+    assert torch.equal(*scores)
 
 
 def test_models_whose_layers_count_tokens_or_that_see_pictures_share_nothing():

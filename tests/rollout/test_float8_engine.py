@@ -17,6 +17,7 @@ from funrl.models.model import Inputs
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.engine import complete
+from funrl.rollout.native import cache_sizes
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.native.float8_backend import Float8Backend
 from funrl.rollout.requests import requests_of
@@ -122,6 +123,36 @@ def test_projections_alone_are_quantized():
 def test_models_without_products_in_8_bits_are_refused(changes, problem):
     with pytest.raises(ModelError, match=f"float8 is True: {problem}"):
         native_engine(decoder_model(decoder_config(**SMALL | changes)), options=NativeOptions(float8=True))
+
+
+def test_captured_passes_stay_if_new_weights_fit_with_their_quantized_form(monkeypatch):
+    """The device has room for the weights as they come, but not for these and 8 bits of them."""
+    engine = loaded(weights(), static=True)
+    completions(engine)
+    layers = quantize_layers(weights())
+    made = [x for layer in layers for part in ("attn", "mlp") for x in layer[part].values() if isinstance(x, RowScaled)]
+    loads, quantized = trees.nbytes(weights()), trees.nbytes(made)
+    monkeypatch.setattr(type(engine._static), "captured", 1)
+    for free, stays in ((loads + quantized - 1, False), (loads + quantized, True)):
+        monkeypatch.setattr(cache_sizes, "free_bytes", lambda mesh, free=free: free)
+        engine.load(engine.weights.named(weights(1)), 4)
+        assert (engine.cost().pages > 0) == stays
+        completions(engine)
+
+
+def test_control_rows_take_their_pages_from_the_bound_of_the_cache(monkeypatch):
+    """Of 8 pages, where completions have 3, 5 are of the engine's cache."""
+    sizes = []
+    empty = Float8Backend.empty_cache
+    monkeypatch.setattr(Float8Backend, "empty_cache", lambda self, pages: (sizes.append(pages), empty(self, pages))[1])
+    page_bytes = decoder_model(CONFIG).page_bytes(SINGLE, 16, torch.float32)
+    engine = loaded(weights(), control_every=1, cache_bytes=8 * page_bytes)
+    short = complete(engine, requests_of(PROMPTS, Sampling(max_new_tokens=4), 0))
+    assert len(short) == 3 and engine.cost().pages > 0
+    assert_equal(completions(engine), completions(loaded(weights())))
+    assert engine.cost().pages == 5 and max(sizes) <= 3
+    with pytest.raises(ValueError, match=r"5 pages of keys and values; the cache of \S+ GB has 4"):
+        engine.check(requests_of([[3] * 60], Sampling(max_new_tokens=8), 0))
 
 
 @pytest.mark.parametrize("static", [None, True])

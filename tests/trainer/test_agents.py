@@ -33,6 +33,7 @@ from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.steps import learn
 from funrl.trainer.storage.shard_server import CheckpointError
 
 
@@ -302,6 +303,21 @@ def test_second_policies_have_no_gap_but_for_merged_adapters(adapters, exact):
         trainer, state, record = loop.one_step(trainer, state, lambda run, state, stage: (run, state))
         largest = max(largest, record.metrics["rollout/logprob_gap_max"])
     assert (largest == 0) == exact and largest < 1e-5
+
+
+def test_the_largest_gap_of_two_policies_is_reported(monkeypatch):
+    """Learning is replaced: each policy reports a gap, and one that only it has."""
+    gaps = {"policy": 0.5, "second": 0.25}
+
+    def learned(roles, states, rows, plan, **options):
+        (name,) = roles
+        return states, {"rollout/logprob_gap_max": gaps[name], f"{roles[name].prefix}/grad_norm": 1.0}
+
+    monkeypatch.setattr(learn, "learn", learned)
+    trainer, state = begin(job_of(agents=TWO), single())
+    _, _, record = loop.one_step(trainer, state, lambda run, state, stage: (run, state))
+    assert record.metrics["rollout/logprob_gap_max"] == 0.5
+    assert record.metrics["actor/grad_norm"] == record.metrics["second/grad_norm"] == 1.0
 
 
 @pytest.mark.slow

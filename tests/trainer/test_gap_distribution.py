@@ -9,7 +9,7 @@ from funrl.batch import example
 from funrl.mesh.mesh import single
 from funrl.trainer.phases import learn_batch
 from funrl.trainer.steps.advantage_phase import describe
-from funrl.trainer.steps.engine_gap import GAP_COUNTS, GAP_QUANTILES, engine_gap, gap_metrics
+from funrl.trainer.steps.engine_gap import GAP_COUNTS, GAP_QUANTILES, engine_gap, gap_metrics, worst_gaps
 
 DRAWS = {
     "long tail": lambda rng, n: rng.lognormal(-8, 3, n),
@@ -50,6 +50,16 @@ def test_counts_of_parts_add_up_to_those_of_the_whole():
     counts = torch.stack([engine_gap(part)[GAP_COUNTS].value for part in parts]).sum(0)
     assert torch.equal(counts, engine_gap(batch)[GAP_COUNTS].value)
     assert counts.sum() == batch.mask.sum() and counts.numel() * counts.itemsize == 1 << 16
+
+
+def test_of_several_policies_the_farthest_is_reported():
+    largest, ratio, share = "rollout/logprob_gap_max", "rollout/ratio_mean", "rollout/effective_share"
+    near = {largest: 0.1, ratio: 1.1, share: 0.9, "actor/loss": 1.0}
+    far = {largest: 0.3, ratio: 0.8, share: 0.2, "second/loss": 2.0}
+    worst = {largest: 0.3, ratio: 0.8, share: 0.2}
+    assert worst_gaps(near, far) == worst_gaps(far, near) == worst
+    for pair in ((near, {largest: np.nan}), ({largest: np.nan}, near)):
+        assert np.isnan(worst_gaps(*pair)[largest])
 
 
 @pytest.mark.parametrize("gap", [torch.inf, -torch.nan])

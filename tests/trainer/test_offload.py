@@ -9,7 +9,9 @@ from small_runs import begin, small_job
 
 from funrl import trees
 from funrl.mesh.mesh import single
+from funrl.models.weight_dtypes import narrow_weight
 from funrl.trainer import offload
+from funrl.trainer.steps.roles import keep_copies
 
 
 def test_on_a_cpu_nothing_moves_and_that_is_noted():
@@ -44,8 +46,8 @@ def pretended_gpu(monkeypatch):
     pinned = []
     empty_like = torch.empty_like
 
-    def made(x, device=None, pin_memory=False):
-        tensor = empty_like(x)
+    def made(x, device=None, pin_memory=False, **options):
+        tensor = empty_like(x, **options)
         tensor.away = not pin_memory
         pinned.extend([tensor] * pin_memory)
         return tensor
@@ -82,6 +84,26 @@ def test_host_buffers_are_made_once_and_hold_the_newest_values(pretended_gpu):
                 x += 1
     assert counts[0] > 0
     assert counts == counts[:1] * 3
+
+
+def test_weights_that_come_back_have_copies_to_compute_with(pretended_gpu):
+    """One cast a step, instead of one in each pass until the next update."""
+    run, state = begin(small_job(dtype="bfloat16"), single())
+    weights = trees.leaves([role.params for role in state.roles.values()])
+    for x in weights:
+        x.away = True
+    place = offload.mover("params", dataclasses.replace(run.parts, mesh=single("cuda:0")), lambda note: None)
+    for _ in range(2):
+        run, state = place(run, state, "generate")
+        for stage in ("score", "update"):
+            run, state = place(run, state, stage)
+            for x in trees.leaves([role.params for role in state.roles.values()]):
+                assert not x.is_pinned() and x.dtype == torch.float32
+                copy = narrow_weight(x, torch.bfloat16)
+                assert copy is not x and torch.equal(copy, x.bfloat16())
+            for x in trees.leaves([role.params for role in state.roles.values()]):
+                x += 1  # as an update does, which writes the copies too
+            keep_copies(run.parts.roles, state.roles)
 
 
 def test_a_host_buffer_of_another_form_is_not_used(pretended_gpu):

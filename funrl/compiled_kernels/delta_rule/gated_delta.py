@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from funrl.autograd import AutogradFunction
-from funrl.compiled_kernels.delta_rule.operators import LARGEST_DELTA_HEAD, chunked_delta_rule
+from funrl.compiled_kernels.delta_rule.operators import CHUNK_TOKENS, LARGEST_DELTA_HEAD, chunked_delta_rule
 from funrl.compiled_kernels.exact.registration import operator
-from funrl.compiled_kernels.gpu_kernels.trials import kernels_run
+from funrl.compiled_kernels.gpu_kernels.trials import assumed_gpu, kernels_run
 
-CHUNK_TOKENS = 64
 _TOLERANCE = 2e-2  # of results and gradients in 16 bits, by their norms
 
 
@@ -145,8 +144,9 @@ def delta_kernels_run(key: int, value: int, dtype: torch.dtype) -> bool:
 
 def _by_kernels(v_BTHM: Tensor, key: int, value: int) -> bool:
     """True if rows of these sizes of a head are for the Triton kernels."""
-    fits = v_BTHM.is_cuda and v_BTHM.element_size() == 2 and max(key, value) <= LARGEST_DELTA_HEAD
-    return fits and delta_kernels_run(key, value, v_BTHM.dtype)
+    if v_BTHM.element_size() > 2 or max(key, value) > LARGEST_DELTA_HEAD:
+        return False
+    return assumed_gpu() is not None or (v_BTHM.is_cuda and delta_kernels_run(key, value, v_BTHM.dtype))
 
 
 @functools.cache

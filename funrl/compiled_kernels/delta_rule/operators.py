@@ -11,6 +11,10 @@ from funrl.compiled_kernels.exact.registration import operator
 
 LARGEST_DELTA_HEAD = 256  # numbers of a key or a value at most
 _SMALLEST_HEAD = 16  # of a product on tensor cores
+# As the kernels have them, whose module imports triton: tokens of a chunk, values and keys of a program.
+CHUNK_TOKENS = 64
+_VALUES = 32
+_KEYS = 64
 FORGET = -110.0  # a logarithm whose factor is 0 in float32
 
 
@@ -80,6 +84,45 @@ def _backward(
 @_backward.register_fake
 def _(d_out, d_end, q, k, v, log_decay, beta, first):
     return [x.new_empty(x.shape) for x in (q, k, v, log_decay, beta, first)]
+
+
+def rule_flops(q: Tensor, v: Tensor) -> int:
+    """FLOPs of the products of `delta_rule`, which computes weights of a chunk once for each block of values."""
+    B, T, _, N = q.shape
+    H, M = v.shape[2:]
+    C = CHUNK_TOKENS
+    condensed = C * C * (2 * N + M) + 10 * C**3
+    advanced = C * C * (N * -(-M // _VALUES) + M) + 3 * C * N * M
+    return 2 * B * H * -(-T // C) * (condensed + advanced)
+
+
+def rule_gradient_flops(q: Tensor, v: Tensor) -> int:
+    """FLOPs of the products of `delta_rule_backward`, with those of the states that it computes again."""
+    B, T, _, N = q.shape
+    H, M = v.shape[2:]
+    C = CHUNK_TOKENS
+    again = C * C * (2 * N + M) + 10 * C**3 + 2 * C * N * M
+    retreat = C * C * (N * -(-M // _VALUES) + M) + 3 * C * N * M
+    read = C * C * (2 * M * -(-N // _KEYS) + 2 * N) + 3 * C * N * M
+    condensed = C * C * (4 * M + 7 * N)
+    return 2 * B * H * -(-T // C) * (again + retreat + read + condensed)
+
+
+def rule_room(q: Tensor, v: Tensor) -> int:
+    """Bytes of intermediate results of `delta_rule`."""
+    B, T, _, N = q.shape
+    H, M = v.shape[2:]
+    return B * T * H * ((M + N) * v.element_size() + 4)
+
+
+def rule_gradient_room(q: Tensor, v: Tensor) -> int:
+    """Bytes of intermediate results of `delta_rule_backward`: those of the forward pass, and gradients of them."""
+    B, T, _, N = q.shape
+    H, M = v.shape[2:]
+    states = B * H * -(-T // CHUNK_TOKENS) * N * M
+    kept = B * T * H * (2 * M + N + CHUNK_TOKENS) + states
+    gradients = B * T * H * (M + 3 * N) + states
+    return (kept + gradients) * v.element_size() + 4 * B * T * H * (3 + -(-N // _KEYS))
 
 
 class _Rule(AutogradFunction):

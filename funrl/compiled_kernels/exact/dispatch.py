@@ -6,8 +6,10 @@ kernels of `gpu_kernels.aligned_kernels`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,6 +32,17 @@ def align_gpu_kernels(on: bool, device: str = "cuda") -> None:
       device: "cpu" is for tests under Triton's interpreter: its tensors go there instead of to the C++ functions.
     """
     (_triton_devices.add if on else _triton_devices.discard)(device)
+
+
+@contextlib.contextmanager
+def keep_alignment() -> Iterator[None]:
+    """Restore at the end what `align_gpu_kernels` has said before: one run's kernels are not the next one's."""
+    before = set(_triton_devices)
+    try:
+        yield
+    finally:
+        _triton_devices.clear()
+        _triton_devices.update(before)
 
 
 def is_aligned(x: Tensor) -> bool:

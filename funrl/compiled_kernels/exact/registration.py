@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,9 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
         operator = getattr(torch.ops.funrl, name).default
 
         def call(*args: object) -> Any:
-            return operator(*args) if torch.compiler.is_compiling() or is_watched() else fn(*args)
+            if torch.compiler.is_compiling() or is_watched() or _is_differentiated(args):
+                return operator(*args)
+            return fn(*args)
 
         return call
 
@@ -54,11 +57,10 @@ class DirectOperator:
 
     def __call__(self, *args: Any) -> Any:
         """Results of the operator."""
-        if torch.compiler.is_compiling() or not is_plain(
-            *_tensors(args), devices=self.devices
-        ):  # first, so that no graph has `_tensors`
+        # What compiles comes first, so that no graph has `_tensors`.
+        if torch.compiler.is_compiling() or _is_differentiated(args):
             return self.definition(*args)
-        return self.function(*args)
+        return (self.function if is_plain(*_tensors(args), devices=self.devices) else self.definition)(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable], Callable]:
         """Register what computes it on another device."""
@@ -73,6 +75,11 @@ class DirectOperator:
         """Register what gives tensors of the shapes of its results."""
         torch.library.register_fake(self.definition, fn, lib=_LIBRARY)
         return fn
+
+
+def _is_differentiated(args: Iterable[object]) -> bool:
+    """True if autograd has to see a call, as a backward pass through it is an error."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args))
 
 
 def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
@@ -106,6 +113,12 @@ def operator(
         short = name.removeprefix("funrl::")
         _LIBRARY.define(short + torch.library.infer_schema(fn, mutates_args=()))
         _LIBRARY.impl(short, fn, device_types.upper() if device_types else "CompositeExplicitAutograd")
+        torch.library.register_autograd(name, functools.partial(_refuse_gradient, name), lib=_LIBRARY)
         return DirectOperator(getattr(torch.ops.funrl, short).default, fn, direct)
 
     return decorate
+
+
+def _refuse_gradient(name: str, *_: object) -> None:
+    """Backward pass of an operator that stands within a function of autograd, or computes no gradient."""
+    raise RuntimeError(f"{name} has no formula for its gradient: call it without grad mode, or in a function with one")

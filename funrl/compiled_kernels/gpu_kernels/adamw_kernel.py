@@ -22,6 +22,7 @@ _WIDTH = 2048  # numbers of a program
 _WARPS = 4
 _ALIGNED = 16  # bytes of the largest load
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_COPY_TYPES = _TYPES | {torch.float64: tl.float64}
 
 
 class AdamLeaf(NamedTuple):
@@ -168,7 +169,8 @@ def adamw_leaves(
             1.0 - b1,
             1.0 - b2,
             eps,
-            *(chosen[0][i] if chosen[0][i] is None else _TYPES[chosen[0][i].dtype] for i in (0, 1, 3, 4, 5)),
+            *(_TYPES[chosen[0][i].dtype] for i in (0, 1, 3, 4)),
+            None if chosen[0].copy is None else _COPY_TYPES[chosen[0].copy.dtype],
             in_place,
             _ALIGNED if _is_aligned(chosen[0]) else 1,
             _WIDTH,

@@ -217,6 +217,63 @@ def _attend_part(
 
 
 @triton.jit
+def _attend_parts(
+    q,
+    position,
+    last,
+    low,
+    begin_part,
+    end_part,
+    k_ptr,
+    v_ptr,
+    here,
+    table_ptr,
+    kv_heads,
+    scale,
+    cap,
+    window,
+    part: tl.constexpr,
+    page: tl.constexpr,
+    block: tl.constexpr,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    capped: tl.constexpr,
+    split: tl.constexpr,
+):
+    """`_attend_part` over some parts, joined in order; with `split` over the only one."""
+    rows: tl.constexpr = q.shape[0]
+    top = tl.full([rows], _LOWEST, tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    acc = tl.zeros([rows, width], tl.float32)
+    for n in range(begin_part, end_part):
+        its_top, its_total, its_acc = _attend_part(
+            q,
+            position - window + 1,
+            position,
+            k_ptr + here,
+            v_ptr + here,
+            table_ptr,
+            tl.maximum(n * part, low // block * block),
+            tl.minimum(n * part + part, last),
+            kv_heads,
+            scale,
+            cap,
+            page,
+            block,
+            size,
+            width,
+            capped,
+        )
+        if split:
+            top = its_top
+            total = its_total
+            acc = its_acc
+        else:
+            top, total, acc = _join(top, total, acc, its_top, its_total, its_acc)
+    return top, total, acc
+
+
+@triton.jit
 def _attend(
     q_ptr,
     k_ptr,
@@ -274,34 +331,29 @@ def _attend(
         begin_part = tl.program_id(2) if split else low // part
         end_part = begin_part + 1 if split else tl.cdiv(last, part)
         if (begin_part * part < last) & (end_part * part > low):
-            top = tl.full([tokens * heads], _LOWEST, tl.float32)
-            total = tl.zeros([tokens * heads], tl.float32)
-            acc = tl.zeros([tokens * heads, width], tl.float32)
-            for n in range(begin_part, end_part):
-                its_top, its_total, its_acc = _attend_part(
-                    q,
-                    position - window + 1,
-                    position,
-                    k_ptr + here,
-                    v_ptr + here,
-                    table,
-                    tl.maximum(n * part, low // block * block),
-                    tl.minimum(n * part + part, last),
-                    kv_heads,
-                    scale,
-                    cap,
-                    page,
-                    block,
-                    size,
-                    width,
-                    capped,
-                )
-                if split:
-                    top = its_top
-                    total = its_total
-                    acc = its_acc
-                else:
-                    top, total, acc = _join(top, total, acc, its_top, its_total, its_acc)
+            top, total, acc = _attend_parts(
+                q,
+                position,
+                last,
+                low,
+                begin_part,
+                end_part,
+                k_ptr,
+                v_ptr,
+                here,
+                table,
+                kv_heads,
+                scale,
+                cap,
+                window,
+                part,
+                page,
+                block,
+                size,
+                width,
+                capped,
+                split,
+            )
             if split:
                 to = head * tl.num_programs(2) + begin_part
                 tl.store(sums_ptr + 2 * to, top, mask=held)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,24 +33,43 @@ def kernels_run(trial: Callable[[str], float], tolerance: float = _TOLERANCE) ->
     return False
 
 
-_assumed = False
+class AssumedGPU(NamedTuple):
+    """GPU whose kernels take tensors without memory: the operators that a dry run counts are its.
+
+    Attributes:
+      l2_bytes: of its L2 cache; 0: unknown.
+      processors: that compute a tile each at a time.
+    """
+
+    l2_bytes: float = 0.0
+    processors: int = 1
+
+
+_assumed: AssumedGPU | None = None
+
+
+def assumed_gpu() -> AssumedGPU | None:
+    """The GPU that is assumed; None: tensors are where they are."""
+    return _assumed
 
 
 def kernels_take(tensors: Sequence[Tensor], trial: Callable[[str], float]) -> bool:
-    """True if kernels that need tensors of a GPU, end to end, compute with these.
+    """True if kernels that compute in float32 and need tensors of a GPU, end to end, compute with these.
 
     Args:
       trial: as in `kernels_run`.
     """
-    return _assumed or (all(x.is_cuda and x.is_contiguous() for x in tensors) and kernels_run(trial))
+    if any(x.dtype.itemsize > torch.float32.itemsize for x in tensors):
+        return False
+    return _assumed is not None or (all(x.is_cuda and x.is_contiguous() for x in tensors) and kernels_run(trial))
 
 
 @contextlib.contextmanager
-def assume_kernels(assumed: bool) -> Iterator[None]:
-    """Inside, kernels take tensors without memory, if so assumed: the operators that are counted are a GPU's."""
+def assume_kernels(gpu: AssumedGPU | None) -> Iterator[None]:
+    """Assume a GPU for the duration of the context; None: assume none."""
     global _assumed
     before = _assumed
-    _assumed = assumed
+    _assumed = gpu
     try:
         yield
     finally:
@@ -63,8 +83,13 @@ def trial_problem(trial: Callable[[str], float], tolerance: float = _TOLERANCE) 
     except ImportError as problem:
         return f"{problem}; torch for CUDA and ROCm brings triton along"
     except Exception as problem:  # a compiler's errors share no type
-        return f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        return exception_text(problem)
     return None if error < tolerance else f"its results differ by {error:.2g} from the reference's"
+
+
+def exception_text(problem: Exception) -> str:
+    """Type of an exception, and the first line of its message."""
+    return f"{type(problem).__name__}: {problem}".partition("\n")[0]
 
 
 def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.registration import operator
-from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
+from funrl.compiled_kernels.gpu_kernels.trials import assumed_gpu, kernels_run, largest_error
 from funrl.compiled_kernels.logit_rows.plain import row_sums_, to_d_logits_
 from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, LogitBlock, RowSettings
 
@@ -55,7 +55,9 @@ def column_blocks(tokens: int, columns: int, device: torch.device) -> Iterator[s
 
 
 def l2_blocks(device: torch.device) -> ColumnBlocks | None:
-    """Blocks for the L2 of a device; None: it is no GPU, or its size is unknown."""
+    """Blocks for the L2 of a device, or of the GPU that is assumed; None: it is no GPU, or its size is unknown."""
+    if (gpu := assumed_gpu()) is not None:
+        return ColumnBlocks(int(L2_SHARE * gpu.l2_bytes) // 4, gpu.processors)
     return _gpu_blocks(device.index) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
@@ -282,4 +284,6 @@ def by_kernels(*hidden: Tensor, trial: Callable[[str], float] = logit_rows_error
     Args:
       trial: as in `kernels_run`.
     """
-    return all(x.is_cuda and x.dtype in _DTYPES for x in hidden) and kernels_run(trial)
+    if any(x.dtype not in _DTYPES for x in hidden):
+        return False
+    return assumed_gpu() is not None or (all(x.is_cuda for x in hidden) and kernels_run(trial))

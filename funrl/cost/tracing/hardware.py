@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from funrl.compiled_kernels.gpu_kernels.trials import AssumedGPU
+
 
 class Hardware(NamedTuple):
     """One device: numbers of its data sheet, and the share that a program reaches.
@@ -21,6 +23,7 @@ class Hardware(NamedTuple):
       efficiency: assumed share of the peak FLOPs, and of every bandwidth.
       accelerator: whether it multiplies 16-bit matrices into 32 bits without copying them.
       tpu: whether it is a TPU, for which another program is compiled.
+      gpu: its L2 cache and processors, for kernels that work on blocks in the cache.
     """
 
     memory: float
@@ -35,6 +38,7 @@ class Hardware(NamedTuple):
     efficiency: tuple[float, float] = (0.5, 0.7)
     accelerator: bool = True
     tpu: bool = False
+    gpu: AssumedGPU = AssumedGPU()
 
 
 # Dense numbers without sparsity, SXM or OAM forms; 400 Gbit/s of network for each device (A100: 200). `cpu` is one core
@@ -80,6 +84,14 @@ HARDWARE = {
         accelerator=False,
     ),
 }
+_GPUS = {
+    "a100": AssumedGPU(40 << 20, 108),
+    "h100": AssumedGPU(50 << 20, 132),
+    "h200": AssumedGPU(60 << 20, 132),
+    "gb200": AssumedGPU(126 << 20, 148),
+    "mi300x": AssumedGPU(4 << 20, 304),
+}
+HARDWARE |= {name: HARDWARE[name]._replace(gpu=gpu) for name, gpu in _GPUS.items()}
 USABLE = 0.92  # of the memory: the rest goes to the driver, libraries and fragmentation
 
 

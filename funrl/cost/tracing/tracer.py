@@ -34,6 +34,12 @@ import funrl.optim.fused  # noqa: F401
 import funrl.optim.gradients  # noqa: F401
 from funrl import trees
 from funrl.compiled_kernels.delta_rule.net_pass import pass_bytes, pass_flops
+from funrl.compiled_kernels.delta_rule.operators import (
+    rule_flops,
+    rule_gradient_flops,
+    rule_gradient_room,
+    rule_room,
+)
 from funrl.compiled_kernels.gpu_kernels.trials import assume_kernels
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
@@ -110,6 +116,8 @@ def work_of(
         return None
     packet = func.overloadpacket
     nbytes = _BYTES[packet](*args) if packet in _BYTES else nbytes_of((args, tuple(outs)))
+    if func in _ROOMS:  # written and read
+        nbytes += 2 * _ROOMS[func](*args)
     if operator.mutable and not func._schema.returns and packet not in _BYTES:
         written = zip(args, func._schema.arguments, strict=False)
         nbytes += nbytes_of(x for x, argument in written if argument.alias_info and argument.alias_info.is_write)
@@ -166,11 +174,17 @@ _FORMULAS = {  # of operators for which torch has no formula, or a wrong one
     torch.ops.funrl.delta_net_pass: lambda channels, decay, beta, filters, states, *rest: pass_flops(
         states, rest[3], rest[4]
     ),
+    torch.ops.funrl.delta_rule: lambda q, k, v, *_: rule_flops(q, v),
+    torch.ops.funrl.delta_rule_backward: lambda d_out, d_end, q, k, v, *_: rule_gradient_flops(q, v),
     _aten.linalg_solve_triangular: lambda triangle, sides, **_: triangle.shape[-1] * sides.numel(),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
     torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_flops(
         up, cache, rest[5], rest[6]
     ),
+}
+_ROOMS = {  # bytes that operators allocate and free
+    torch.ops.funrl.delta_rule.default: lambda q, k, v, *_: rule_room(q, v),
+    torch.ops.funrl.delta_rule_backward.default: lambda d_out, d_end, q, k, v, *_: rule_gradient_room(q, v),
 }
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # operators that only allocate
 _BYTES = {  # of operators that do not read all of their arguments, or write to some that they read
@@ -597,6 +611,8 @@ class Tracer(TorchDispatchMode):
             storage = x.untyped_storage()
             if storage._cdata not in self.live:
                 self._hold(storage, self._kind(func, x))
+        if func in _ROOMS and self.memo is not None:
+            self._pass_through(_ROOMS[func](*args))
         return out
 
     def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
@@ -618,7 +634,7 @@ class Tracer(TorchDispatchMode):
         self.under_way = {}
         self._record_peak()
         try:
-            with assume_kernels(self.hardware.accelerator and self.fake is not None):
+            with assume_kernels(self.hardware.gpu if self.hardware.accelerator and self.fake is not None else None):
                 yield
         finally:
             self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
@@ -672,6 +688,14 @@ class Tracer(TorchDispatchMode):
         self.sum += nbytes
         self._record_peak()
 
+    def _pass_through(self, nbytes: int) -> None:
+        """Count activations that an operator without memory would hold while it runs."""
+        self.sum += nbytes
+        self.held["activations"] += nbytes
+        self._record_peak()
+        self.sum -= nbytes
+        self.held["activations"] -= nbytes
+
     def _drop(self, key: int) -> None:
         nbytes, kind, _ = self.live.pop(key)
         self.held[kind] -= nbytes
@@ -703,6 +727,8 @@ class Tracer(TorchDispatchMode):
             return "gradients" if backward or summed else "weights"
         if shape in self.cache:
             return "cache"
+        if func is _aten.mm.dtype:  # of 16 bits in float32: logits of some columns
+            return "logits"
         if func in _ROOM:
             return "staging"
         return "logits" if x.dim() == 2 and shape[1] in self.logits else "activations"

@@ -7,30 +7,12 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
+from funrl.models.equivalent_layer import EquivalentLayer
 from funrl.models.model import Layer, Model
 from funrl.models.remat import rematerialized
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EquivalentLayer:
-    """Layer with the numbers of a model's own one, computed in another way.
-
-    Attributes:
-      original: the model's layer.
-      compute: the same, compiled or rematerialized.
-    """
-
-    original: Layer
-    compute: Layer
-
-    def __call__(self, *args: Any) -> Any:
-        """The layer's result."""
-        return self.compute(*args)
 
 
 def compile_layer(
@@ -62,11 +44,6 @@ def compile_layer(
 
         layer = compiled_layer(layer, note, backend, device)
     return layer if layer is model.layer else EquivalentLayer(model.layer, layer)
-
-
-def computes_as(layer: Layer, original: Layer) -> bool:
-    """True if a layer is the original one, or `compile_layer` has made it of that; not of one that wraps it."""
-    return layer is original or (isinstance(layer, EquivalentLayer) and layer.original is original)
 
 
 def is_compiled(model: Model, mode: str, device: str) -> bool:

@@ -79,11 +79,7 @@ class DirectCalls:
       compiled = torch.compile(layer, fullgraph=True, backend=calls.compile_graph)
       call = layer_call(*arguments)
       route = calls.find(call)
-      if route is None:
-          result = compiled(*arguments)
-          calls.add(call, result)
-      else:
-          result = route.run(call.tensors)
+      result = calls.trace(call, compiled, *arguments) if route is None else route.run(call.tensors)
     """
 
     def __init__(self, backend: Callable[..., Any]) -> None:
@@ -110,9 +106,17 @@ class DirectCalls:
                 return route
         return None
 
-    def add(self, call: LayerCall, result: trees.Tree) -> None:
-        """Keep the route of a call that torch.compile has just run, if its graph has no other tensors than the call."""
-        last, self._last = self._last, None
+    def trace(self, call: LayerCall, compiled: Callable[..., trees.Tree], *arguments: Any) -> trees.Tree:
+        """Run a layer by torch.compile, and keep the route of the call if its graph has no other tensors than it."""
+        try:
+            result = compiled(*arguments)
+            self._add(call, result)
+        finally:  # an error leaves no tensors behind, nor a graph for the next call
+            self._last = None
+        return result
+
+    def _add(self, call: LayerCall, result: trees.Tree) -> None:
+        last = self._last
         if call.key is None or last is None:
             return
         numbers = {id(x): number for number, x in enumerate(call.tensors)}

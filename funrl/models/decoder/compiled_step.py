@@ -60,6 +60,7 @@ _UNALIGNED = (
     "layer_scales",
 )
 _ALIGNED_HEAD = 256  # numbers of a head at most
+_ALIGNED_GROUP = 64  # query heads that share keys at most
 
 
 def step_sizes(config: Config) -> StepSizes | str:
@@ -89,7 +90,12 @@ def aligned_problem(config: Config) -> str | None:
         if fields[name] != AS_COMPILED[name]:
             return f"kernels of a fixed order do not take {name}={fields[name]}"
     head = config.attention.head
-    return None if head <= _ALIGNED_HEAD else f"kernels of a fixed order take heads of {_ALIGNED_HEAD}, not of {head}"
+    if head > _ALIGNED_HEAD:
+        return f"kernels of a fixed order take heads of {_ALIGNED_HEAD}, not of {head}"
+    group = config.attention.heads // config.attention.kv_heads
+    if group > _ALIGNED_GROUP:
+        return f"kernels of a fixed order take {_ALIGNED_GROUP} query heads that share keys, not {group}"
+    return None
 
 
 def exact_sums(config: Config) -> tuple[int, ...] | str:

@@ -29,8 +29,8 @@ from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
-from funrl.models.compiling.compile import computes_as
 from funrl.models.decoder.experts import stack_gate_up
+from funrl.models.equivalent_layer import computes_as
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
 from funrl.rollout.native.cache_sizes import page_tokens
@@ -114,6 +114,11 @@ class TorchBackend:
     def _computed(self) -> trees.Tree:
         """The weights that passes compute with."""
         return self._params if self._with_stacks is None else self._with_stacks
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes that `overwrite` needs beside the weights before it."""
+        return trees.nbytes(self._params)
 
     def overwrite(self, params: trees.Tree) -> bool:
         """Copy weights into the memory of those before, which captured passes read; False: they have new memory.

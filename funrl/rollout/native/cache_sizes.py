@@ -94,7 +94,11 @@ class CacheBytes(Protocol):
 
 
 class CacheRoom:
-    """Bound on the bytes of a cache on a rank, and the sizes that fit in it."""
+    """Bound on the bytes of a cache on a rank, and the sizes that fit in it.
+
+    Attributes:
+      beside: number of sequences that are computed at a time in pages of their own beside the cache, within its bound.
+    """
 
     def __init__(self, mesh: Mesh, each: CacheBytes, cache_bytes: int, free_share: float, spare: CacheSizes):
         """Begin; memory is measured when it is first needed.
@@ -106,6 +110,7 @@ class CacheRoom:
           free_share: that share.
           spare: unused pages and cells beside those of the sizes.
         """
+        self.beside = 0
         self._mesh = mesh
         self._each = each
         self._given = cache_bytes
@@ -126,10 +131,15 @@ class CacheRoom:
         """Bound on the pages, beside one cell of each lane. Collective over "tensor" where the memory is measured."""
         return max(0, (self._room() - self._each.lanes * self._each.cell_bytes) // self._each.page_bytes)
 
+    def longest_pages(self) -> int:
+        """Bound on the pages of one sequence. Collective as `most_pages`."""
+        return self.most_pages() // (self._each.lanes + self.beside)
+
     def grown(self, sizes: CacheSizes, wanted: CacheSizes, least_pages: int) -> CacheSizes:
         """Larger sizes where more is wanted and fits, at least twice as large; else the same.
 
-        If what is wanted does not fit, there are fewer pages and cells in the same ratio.
+        If what is wanted does not fit, there are fewer pages and cells in the same ratio. Where sequences are computed
+        beside a cache without cells, it leaves room for the longest ones, and shrinks for longer ones.
 
         Args:
           sizes: of the cache.
@@ -140,7 +150,9 @@ class CacheRoom:
         cell_bytes = self._each.cell_bytes
         pages = max(wanted.pages, 2 * sizes.pages) if wanted.pages > sizes.pages else sizes.pages
         if not cell_bytes:
-            return CacheSizes(max(sizes.pages, min(pages, self.most_pages())), 0) if pages > sizes.pages else sizes
+            most = self.most_pages() - self.beside * (least_pages // self._each.lanes)
+            kept = min(sizes.pages, most) if self.beside else sizes.pages
+            return CacheSizes(max(kept, min(pages, most)) if pages > sizes.pages else kept, 0)
         cells = max(wanted.cells, 2 * sizes.cells) if wanted.cells > sizes.cells else sizes.cells
         if (pages, cells) == sizes:
             return sizes

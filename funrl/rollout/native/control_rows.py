@@ -80,7 +80,7 @@ class ControlRows:
         self._totals = ControlTotals(*(a + b for a, b in zip(self._totals, new, strict=True)))
 
     def _hidden(self, tokens_T: Tensor, first: int, adapter: int) -> Tensor:
-        """Hidden states of the tokens from `first` on, with a cache of their own."""
+        """Hidden states of the tokens from `first` on, with a cache of their own, for which `CacheRoom` leaves room."""
         backend = self._backend
         page = backend.page_tokens
         device = tokens_T.device

@@ -144,6 +144,7 @@ class NativeEngine:
         self.control: ControlRows | None = None
         if options.control_every and isinstance(backend, Float8Backend) and not backend.cell_bytes:
             self.control = ControlRows(backend, options.control_every)
+            self._room.beside = 1
             self._sequences.ended = self.control.add
         self._scheduler.demand.snapshot_tokens = options.snapshot_tokens
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
@@ -160,7 +161,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        static = self._keep_captured(trees.nbytes(self._static.weights) if self._static is not None else 0)
+        static = self._keep_captured(0 if self._static is None else self._static.load_bytes)
         self.version = None
         if static is None:
             self._backend.drop()
@@ -244,7 +245,7 @@ class NativeEngine:
         """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self.model.config, requests, self._sequences.by_number, self.adapters)
         size = self._backend.page_tokens
-        limit = self._room.most_pages() // self._backend.lanes
+        limit = self._room.longest_pages()
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
             if -(-tokens // size) > limit:

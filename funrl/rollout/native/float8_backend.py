@@ -33,6 +33,12 @@ class Float8Backend(TorchBackend):
         super()._take(params)
         self._quantized = quantize_layers(params)
 
+    @property
+    def load_bytes(self) -> int:
+        """As `TorchBackend.load_bytes`, with the quantized projections."""
+        held = {id(x) for x in trees.leaves(self._params)}
+        return super().load_bytes + trees.nbytes([x for x in trees.leaves(self._quantized) if id(x) not in held])
+
     def overwrite(self, params: trees.Tree) -> bool:
         """As `TorchBackend.overwrite`, of the quantized weights too."""
         held = self._quantized if NO_ADAPTER in self._fixed else None

@@ -89,9 +89,9 @@ class StaticDecode:
         return self._graphs.uncaptured
 
     @property
-    def weights(self) -> trees.Tree:
-        """The weights that passes compute with."""
-        return dict(self._backend.held())
+    def load_bytes(self) -> int:
+        """Bytes of new weights, and of what is made of them, beside those that passes compute with."""
+        return self._backend.load_bytes
 
     def drop(self) -> None:
         """Forget what depends on the addresses of weights and cache."""

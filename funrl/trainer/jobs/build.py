@@ -35,6 +35,7 @@ from funrl.trainer.jobs.engines import judging_mesh, policy_generator, with_agen
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
 from funrl.trainer.jobs.learning_rates import optimizer_of, updates_of
 from funrl.trainer.jobs.models import base_role, companion_of
+from funrl.trainer.jobs.numerics import check_kernels
 from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
 from funrl.trainer.settings.settings import scoring_budget
@@ -47,13 +48,20 @@ from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.sync import earlier_self
 
 
-def _choose_kernels(job: Job, device: str, note: Callable[[str], None]) -> None:
-    """Let this process compute by the kernels of --numerics, and say on a GPU which."""
+def _choose_kernels(job: Job, device: torch.device, note: Callable[[str], None]) -> None:
+    """Let this process compute on a GPU by the kernels of --numerics, after a trial of these, and say which.
+
+    Raises:
+      SettingsError: they fail.
+    """
+    if device.type != "cuda":
+        return
     aligned = job.settings.models.numerics == "aligned"
     align_gpu_kernels(aligned)
-    if device == "cuda":
-        attention = "kernels of a fixed order" if aligned else attention_by(job.dtype)
-        note(f"computing in {job.settings.models.dtype}; attention by {attention}")
+    attention = "kernels of a fixed order" if aligned else attention_by(job.dtype)
+    note(f"computing in {job.settings.models.dtype}; attention by {attention}")
+    if aligned and isinstance(job, RLJob):
+        check_kernels(job, device)
 
 
 @overload
@@ -72,7 +80,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         their own.
     """
     settings = job.settings
-    _choose_kernels(job, mesh.device.type, note)
+    _choose_kernels(job, mesh.device, note)
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
     mode = settings.models.compile if computes_in_torch(settings) else "off"

@@ -91,9 +91,14 @@ def native_options(job: Job) -> NativeOptions:
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,
         float8=engines.float8,
-        control_every=CONTROL_EVERY * (job.settings.devices.place is None),  # other ranks' are not reported
+        control_every=CONTROL_EVERY * has_control_rows(job.settings),
         make_backend=make_backend,
     )
+
+
+def has_control_rows(settings: Settings) -> bool:
+    """True if completions in 8 bits are scored by unrounded weights too; those of other ranks are not reported."""
+    return settings.engines.float8 and settings.devices.place is None
 
 
 def cache_bytes(settings: Settings) -> int:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from funrl.compiled_kernels.arguments import BITS, FIXED_PARTS
 from funrl.compiled_kernels.exact.dispatch import ALIGNED_DTYPES, kernels_work
 from funrl.compiled_kernels.packed import parts_of
+from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.decoder.sequence_parallel import is_ring
-from funrl.trainer.jobs.job import RLJob
+from funrl.rollout.native.aligned_trial import aligned_trial_problem
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import given_flag
 
 
@@ -20,6 +24,35 @@ def check_numerics(job: RLJob, training: Mesh, generating: Mesh) -> None:
         return
     problem = sums_problem(job, job.models[job.main_role], training, generating)
     if problem is not None:
+        raise job.settings.refusal("{numerics}: {problem}; leave it out", problem=problem)
+
+
+def check_gpu_kinds(job: Job, mesh: Mesh) -> None:
+    """Refuse --numerics=aligned on GPUs of several kinds, whose products add in other orders. Collective.
+
+    Args:
+      mesh: of all ranks of the run, those that train and those that generate or score.
+
+    Raises:
+      SettingsError: naming the kinds.
+    """
+    if job.settings.models.numerics != "aligned" or mesh.device.type != "cuda":
+        return
+    names = sorted(set(gather_objects(torch.cuda.get_device_name(mesh.device), mesh)))
+    if len(names) > 1:
+        problem = f"ranks have GPUs of several kinds, {' and '.join(names)}"
+        raise job.settings.refusal("{numerics}: {problem}; leave it out", problem=problem)
+
+
+def check_kernels(job: RLJob, device: torch.device) -> None:
+    """Refuse --numerics=aligned where its kernels, which have to be on, fail a trial on this GPU.
+
+    Raises:
+      SettingsError: saying how they fail.
+    """
+    problem = aligned_trial_problem(job.models[job.main_role], job.dtype, device)
+    if problem is not None:
+        problem = f"the kernels of a fixed order fail their trial on this GPU: {problem}"
         raise job.settings.refusal("{numerics}: {problem}; leave it out", problem=problem)
 
 

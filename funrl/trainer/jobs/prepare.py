@@ -38,7 +38,7 @@ from funrl.trainer.jobs.compatibility import (
 )
 from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of, with_chat_template
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
-from funrl.trainer.jobs.engines import check_engine
+from funrl.trainer.jobs.engines import check_engine, has_control_rows
 from funrl.trainer.jobs.job import Job, JobDevices, JobModels, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.models import agent_models, first_model, located, models_of, reads_policys, with_policies
 from funrl.trainer.jobs.numerics import check_numerics
@@ -367,13 +367,14 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
     pages = -(-tokens // page_tokens(mesh.device.type))
     packed = settings.models.compile != "on" and not settings.engines.float8
     page_bytes = bytes_of_page(model, mesh, dtype, packed=packed)
-    needed = (pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
+    rows = 1 + (has_control_rows(settings) and not model.cell_bytes(mesh, dtype))
+    needed = (rows * pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
     if needed > settings.engines.kv_cache_gb:
         what = "completion" if task.environment is None else "episode"
         flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"
         raise settings.refusal(
             f"{{kv_cache_gb}}: the longest prompt and {what} may have {tokens} tokens, whose keys and values take "
-            f"{needed:.2g} GB on a rank; give it more, or a smaller {flag}"
+            f"{needed:.2g} GB on a rank{', for it and a control row' * (rows - 1)}; give it more, or a smaller {flag}"
         )
 
 

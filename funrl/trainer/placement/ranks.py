@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from funrl import trees
 from funrl.batch import Batch, as_dict
+from funrl.compiled_kernels.exact.dispatch import keep_alignment
 from funrl.data.prompts import Example
 from funrl.fields import Field, Schema
 from funrl.mesh.launch import submesh
@@ -24,6 +25,7 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.build import build, first_weights
 from funrl.trainer.jobs.job import Job, RLJob, rewards_completions
+from funrl.trainer.jobs.numerics import check_gpu_kinds
 from funrl.trainer.jobs.row_source import completion_scorer, make_source
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.loop import Outcome, train_loop
@@ -40,6 +42,7 @@ from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 
+@keep_alignment()
 def run_rank(
     job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, pool: Pool | None = None
 ) -> Outcome:
@@ -51,6 +54,7 @@ def run_rank(
       observer, source, pool: as of `train_loop`; a job with a placement has a source of its own.
     """
     placement = job.placement
+    check_gpu_kinds(job, mesh)
     if (remark := shutdown_remark(shutdown_s())) is not None:
         observer.note(remark)
     if job.settings.devices.generators is not None:

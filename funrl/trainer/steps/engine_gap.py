@@ -8,7 +8,9 @@ tokens; gathering the gaps of 16,384 rows of 33,000 tokens would be 4.3 GB on ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ EFFECTIVE_SHARE = "rollout/effective_share"
 ENGINE_GAPS = frozenset(
     {GAP_MEAN, "rollout/logprob_gap_max", "rollout/stale_gap_max", RATIO_MEAN, EFFECTIVE_SHARE, *GAP_QUANTILES}
 )
+_DISTANCES: dict[str, Callable[[float], float]] = {RATIO_MEAN: lambda x: abs(x - 1), EFFECTIVE_SHARE: lambda x: 1 - x}
 BUCKET_BITS = 13  # behind the sign of a float32: 8 of the exponent and 5 of the mantissa
 _CUT = 31 - BUCKET_BITS
 
@@ -86,6 +89,18 @@ def gap_metrics(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ranks = torch.stack([share * up_to[-1] for share in GAP_QUANTILES.values()])
     bits = torch.searchsorted(up_to, ranks).int() << _CUT
     return metrics | dict(zip(GAP_QUANTILES, bits.view(torch.float32).double(), strict=True))
+
+
+def worst_gaps(*policies: Mapping[str, float]) -> dict[str, float]:
+    """Of the metrics of gaps of several policies, each from the policy whose engine is farthest; NaN is farthest."""
+    names = [name for name in dict.fromkeys(name for metrics in policies for name in metrics) if name in ENGINE_GAPS]
+
+    def distance(name: str, value: float) -> float:
+        return math.inf if math.isnan(value) else _DISTANCES.get(name, abs)(value)
+
+    return {
+        name: max((x[name] for x in policies if name in x), key=functools.partial(distance, name)) for name in names
+    }
 
 
 def engine_tokens(batch: Batch) -> Tensor:

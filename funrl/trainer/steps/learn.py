@@ -16,7 +16,7 @@ from funrl.data.packing import Packing
 from funrl.mesh.collectives import psum
 from funrl.models.weight_dtypes import narrow_weights
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.engine_gap import ENGINE_GAPS
+from funrl.trainer.steps.engine_gap import ENGINE_GAPS, worst_gaps
 from funrl.trainer.steps.micro import own_places, packed, plan_epoch, row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
 from funrl.trainer.steps.skipped import Skips, odd_term
@@ -108,7 +108,8 @@ def learn_per_agent(
 ) -> tuple[dict[str, RoleState], dict[str, float]]:
     """Update each role by itself, on mini-batches of the rows that its agents wrote.
 
-    A role whose agents have no row stays as it is.
+    A role whose agents have no row stays as it is. Of metrics that several roles have by one name, gaps are the worst
+    ones, and others are those of the first role.
 
     Args:
       roles, states, rows, plan, **options: as in `learn`.
@@ -126,7 +127,7 @@ def learn_per_agent(
         own_plan = plan._replace(minibatches=min(plan.minibatches, examples))
         learned, own_metrics = learn({name: role}, {name: states[name]}, seen, own_plan, **options)
         states |= learned
-        metrics |= own_metrics
+        metrics = own_metrics | metrics | worst_gaps(metrics, own_metrics)
     return states, metrics
 
 
