@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from funrl.mesh.plan import RANKS_PER_NODE
+
 
 class Hardware(NamedTuple):
     """One device: numbers of its data sheet, and the share that a program reaches.
@@ -21,6 +23,7 @@ class Hardware(NamedTuple):
       efficiency: assumed share of the peak FLOPs, and of every bandwidth.
       accelerator: whether it multiplies 16-bit matrices into 32 bits without copying them.
       tpu: whether it is a TPU, for which another program is compiled.
+      node: devices of a node.
     """
 
     memory: float
@@ -35,6 +38,7 @@ class Hardware(NamedTuple):
     efficiency: tuple[float, float] = (0.5, 0.7)
     accelerator: bool = True
     tpu: bool = False
+    node: int = RANKS_PER_NODE
 
 
 # Dense numbers without sparsity, SXM or OAM forms; 400 Gbit/s of network for each device (A100: 200). `cpu` is one core
