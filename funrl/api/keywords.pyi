@@ -52,6 +52,7 @@ class SharedKeywords(TypedDict, total=False):
     assume_turns: WholeValue | None
     assume_turn_tokens: WholeValue | None
     assume_tool_seconds: NumberValue | None
+    tool_trace: TextValue | None
     generate_mesh: TextValue | None
     device: TextValue | None
     timeout: WholeValue

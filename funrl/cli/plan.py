@@ -21,14 +21,16 @@ from funrl.cli.command import Command, Experiment, read_command, with_models
 from funrl.cli.doctor import experiment_of
 from funrl.cli.line import program_words
 from funrl.cli.usages import COMMANDS
+from funrl.cost.dry_run import tokens_of
 from funrl.cost.report import DEFAULT
+from funrl.cost.schedules import simulate_shared
 from funrl.cost.search import place_search, search
-from funrl.cost.tracing.hardware import HARDWARE, USABLE
+from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
 from funrl.cost.verdict import duration_text, quoted_flags, rates_of, size, table, written_flags
 from funrl.flags import parser as flags
 from funrl.flags.arguments import full_source
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.trainer.settings.declaration import Flag, SettingsError, above, one_of, parts
+from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least, one_of, parts
 from funrl.trainer.settings.settings import Settings, settings_flags, with_flags
 
 
@@ -80,6 +82,7 @@ ESTIMATES = (
 )
 PLAN_FLAGS = (
     Flag("gpus", None, str, optional=True, text="devices", chosen=f"8, or {WITH_BOUND} with a bound on the cost"),
+    Flag("gpus_per_node", RANKS_PER_NODE, int, optional=False, text="devices of a node", bounds=(at_least(1),)),
     Flag("gpu_price", None, float, optional=True, text="price of a device for an hour", bounds=(above(0),)),
     Flag("gpu_hours", None, float, optional=True, text="bound on the hours of all devices", bounds=(above(0),)),
     Flag("budget", None, float, optional=True, text="bound on the price; needs --gpu_price", bounds=(above(0),)),
@@ -137,7 +140,8 @@ def plan_command(argv: Sequence[str]) -> int:
     hardware = command.settings.estimate.hardware or DEFAULT
     _check_launch(given, own, hardware)
     settings = with_flags(with_models(command).settings, hardware=hardware)
-    plans, problems = _plans(counts, settings, command.compose)
+    devices = HARDWARE[hardware]._replace(node=given["gpus_per_node"])
+    plans, problems = _plans(counts, settings, command.compose, devices)
     price = given["gpu_price"]
     print("\n".join([*plans_table(plans, hardware, price), *problems]))
     print(f"\n{ESTIMATES}\n")
@@ -182,18 +186,18 @@ def own_flags(command: Command, experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def plan_on(count: int, settings: Settings, compose: Callable[[], Algorithm]) -> RunPlan:
-    """The best split of a run over some devices.
+def plan_on(count: int, settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware) -> RunPlan:
+    """The best split of a run over some devices. With --lengths its seconds are those of a simulation.
 
     Args:
       count: of the devices.
-      settings: with the hardware.
+      settings: of the run.
       compose: the algorithm.
+      hardware: of each device.
 
     Raises:
       SettingsError: no split is possible.
     """
-    hardware = HARDWARE[str(settings.estimate.hardware)]
     room = hardware.memory * USABLE
     steps = settings.run.steps
     if settings.asynchrony.staleness:
@@ -212,26 +216,33 @@ def plan_on(count: int, settings: Settings, compose: Callable[[], Algorithm]) ->
         )
     (split, *_) = search(with_flags(settings, mesh=f"auto:{count}"), compose(), hardware).tried
     rates = rates_of(split.estimate, hardware)
+    step_s = rates.seconds
+    tokens_per_s = rates.tokens_per_second
+    if settings.estimate.lengths is not None:
+        algorithm = compose()
+        simulated = simulate_shared(split.settings, algorithm, hardware, tokens_of(split.settings, algorithm))
+        step_s = simulated.step
+        tokens_per_s = simulated.tokens
     return RunPlan(
         count,
         split.flags,
         split.nbytes,
         fits=split.fits,
-        step_s=rates.seconds,
-        tokens_per_s=rates.tokens_per_second,
-        hours=rates.hours,
+        step_s=step_s,
+        tokens_per_s=tokens_per_s,
+        hours=steps * step_s / 3600,
     )
 
 
 def _plans(
-    counts: Sequence[int], settings: Settings, compose: Callable[[], Algorithm]
+    counts: Sequence[int], settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware
 ) -> tuple[list[RunPlan], list[str]]:
     """Plans for numbers of devices, and lines on those that cannot be. Raises: SettingsError, none can be."""
     plans: list[RunPlan] = []
     problems = []
     for count in counts:
         try:
-            plans.append(plan_on(count, settings, compose))
+            plans.append(plan_on(count, settings, compose, hardware))
         except SettingsError as error:
             if len(counts) == 1:
                 raise
@@ -270,9 +281,7 @@ def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) ->
     return table(head, rows)
 
 
-def launch_text(
-    given: Mapping[str, Any], plan: RunPlan, command: str, settings: Settings, per_node: int = RANKS_PER_NODE
-) -> str:
+def launch_text(given: Mapping[str, Any], plan: RunPlan, command: str, settings: Settings) -> str:
     """The file that starts a plan.
 
     Args:
@@ -280,9 +289,8 @@ def launch_text(
       plan: that is started.
       command: its command line.
       settings: of the run, with its directory and the hardware.
-      per_node: devices of a node.
     """
-    nodes = max(1, plan.gpus // per_node)
+    nodes = max(1, plan.gpus // given["gpus_per_node"])
     run_dir = Path(str(settings.run.run_dir))
     gpu = GPUS[str(settings.estimate.hardware)]
     values = {
@@ -310,8 +318,9 @@ def _counts(given: Mapping[str, Any]) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts(text)):
         raise SettingsError(f"--gpus={text}: give numbers of devices, such as 8 or 8,16,32")
     counts = sorted({int(part) for part in parts(text)})
-    if broken := [count for count in counts if count > RANKS_PER_NODE and count % RANKS_PER_NODE]:
-        raise SettingsError(f"--gpus={text}: {broken[0]} devices are not whole nodes of {RANKS_PER_NODE}")
+    node = given["gpus_per_node"]
+    if broken := [count for count in counts if count > node and count % node]:
+        raise SettingsError(f"--gpus={text}: {broken[0]} devices are not whole nodes of --gpus_per_node={node}")
     return counts
 
 

@@ -9,6 +9,7 @@ episode branches. A judge writes verdicts in the same way.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 import re
 from collections.abc import Collection
@@ -287,7 +288,8 @@ def episode_cost(work: EngineWork, generating: float) -> EpisodeCost:
     """Cost of environments beside an engine.
 
     A step takes at least what the engine has to do, and at least the time of the episodes that one after the other take
-    one of the `open` places: the larger of the two is assumed. It is the asymptotic bound of a closed network.
+    one of the `open` places: the larger of the two is assumed. It is the asymptotic bound of a closed network. Episodes
+    of a trace come in random order, each to the place that is free first.
 
     Args:
       work: of the engine, at full depth.
@@ -303,15 +305,16 @@ def episode_cost(work: EngineWork, generating: float) -> EpisodeCost:
     most = min(rows, job.settings.environments.max_waiting)
     running = max(1, min(most, job.settings.engines.decode_rows, fitting))
     own = generating * running / rows  # seconds that one episode generates
-    waiting = turns.gaps * turns.seconds
+    waits = np.quantile(turns.episode_waits, (np.arange(rows) + 0.5) / rows, method="inverted_cdf")
+    waiting = float(np.mean(waits))
     wanted = math.ceil(running * (own + waiting) / own) if own else most
     begun = min(most, wanted)
-    waits = begun - running
-    kept = max(0, min(waits, fitting - running))
-    evicted = (waits - kept) / begun  # share of the episodes whose pages do not stay
+    idle = begun - running
+    kept = max(0, min(idle, fitting - running))
+    evicted = (idle - kept) / begun  # share of the episodes whose pages do not stay
     again = sum(work.prompt_tokens + k * (sampling.max_new_tokens + turns.context) for k in range(turns.gaps))
     again += turns.gaps * sampling.max_new_tokens
-    bound = math.ceil(rows / begun) * (own + waiting)
+    bound, in_line = _last_place(begun, own, np.random.default_rng(0).permutation(waits))
     waited = max(0.0, bound - generating) if waiting else 0.0
     return EpisodeCost(
         turns,
@@ -321,9 +324,23 @@ def episode_cost(work: EngineWork, generating: float) -> EpisodeCost:
         read=rows * turns.gaps * turns.context,
         recomputed=round(rows * evicted * again),
         waited=waited,
-        overlapped=max(0.0, math.ceil(rows / begun) * waiting - waited),
+        overlapped=max(0.0, in_line - waited),
         cache=kept * row_bytes,
     )
+
+
+def _last_place(places: int, own: float, waits: np.ndarray) -> tuple[float, float]:
+    """The time at which the last of some places is free, and the seconds of environments in it.
+
+    Args:
+      own: seconds that an episode generates.
+      waits: [R] seconds of the environment in each episode, in the order in which they begin.
+    """
+    free = [(0.0, 0.0)] * places
+    for wait in waits.tolist():
+        end, waited = heapq.heappop(free)
+        heapq.heappush(free, (end + own + wait, waited + wait))
+    return max(free)
 
 
 def with_waiting(
@@ -337,7 +354,7 @@ def with_waiting(
       held: bytes that a rank holds besides the cache.
     """
     turns = turns_of(job.settings)
-    if not isinstance(job, RLJob) or not turns.gaps or not job.model.pages:
+    if not isinstance(job, RLJob) or not (turns.gaps or turns.waits) or not job.model.pages:
         return costs, None
     room = FREE_SHARE * max(0.0, hardware.memory * USABLE - held)
     work = EngineWork(job, generator, generator, prompt_tokens=tokens, room=room, hardware=hardware, turns=turns)

@@ -56,7 +56,6 @@ from funrl.cost.verdict import (
     written_flags,
 )
 from funrl.mesh import mesh as meshes
-from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.processes.environment import ranks_of_node
 from funrl.trainer.jobs.job import RLJob, compute_dtype
@@ -198,7 +197,8 @@ def _answer(result: Search, line: Sequence[str]) -> str:
     lines = [verdict, f"  {command_text(line, best.flags)}", f"  {cost}"]
     if best.nodes > 1:
         lines.append(
-            f"  not sensible: {spans_text(best.nodes)} of {RANKS_PER_NODE} sends sums over the network in every layer"
+            f"  not sensible: {spans_text(best.nodes)} of {result.hardware.node} sends sums over the network in every "
+            "layer"
         )
     return "\n".join(lines)
 
@@ -382,6 +382,7 @@ def _reported(
     """The report as text, and its numbers; the arguments are those of `dry_run`."""
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
     hardware = HARDWARE[str(settings.estimate.hardware)]
+    hardware = hardware._replace(node=ranks_of_node() or hardware.node)  # the dry run may be made on another machine
     if settings.devices.generators is not None:
         return _ray_report(settings, compose, meshes.text(settings.devices.generators.sizes))
     algorithm = compose()
@@ -402,8 +403,7 @@ def _reported(
         outcome = verdict_of(split.estimate, split.settings, hardware, lambda x: pool_estimate(x, algorithm, work))
         text = search_text(ways, line, tables(split.estimate, split.settings, outcome, work))
         return text, search_object(ways, outcome)
-    node = ranks_of_node() or RANKS_PER_NODE  # the dry run may be made on another machine
-    settings, note = with_groups(settings, lambda: algorithm, hardware, node)
+    settings, note = with_groups(settings, lambda: algorithm, hardware, hardware.node)
     text, numbers, _ = rank_report(settings, algorithm, work)
     if wants_schedules(settings):
         schedules = schedules_of(settings, algorithm, hardware, tokens)
@@ -507,7 +507,7 @@ def _spent(flops: float, kernels: float, collectives: float, behind: float) -> t
 
 def turns(episodes: EpisodeCost) -> str:
     """Turns of the episodes of a rank of the engine, and what they wait for."""
-    replies, context, seconds = episodes.turns
+    replies, context, seconds, waits = episodes.turns
     lines = [
         f"an episode: {replies} replies, {context} tokens before each but the first, {episodes.tokens:,} tokens in all",
         f"an engine reads {episodes.read:,} tokens of later turns; of {episodes.open:,} unfinished episodes "
@@ -516,7 +516,9 @@ def turns(episodes: EpisodeCost) -> str:
     if seconds:
         waited = f"{duration_text(episodes.waited)} of a step are waited for"
         overlapped = f"{duration_text(episodes.overlapped)} overlap with generation"
-        lines.append(f"environments take {duration_text(seconds)} before each later reply: {waited}, {overlapped}")
+        of_trace = f", and {duration_text(waits[-1])} in the longest of {len(waits):,} episodes" if waits else ""
+        taken = f"environments take {duration_text(seconds)} before each later reply{of_trace}"
+        lines.append(f"{taken}: {waited}, {overlapped}")
     if episodes.recomputed:
         lines.append(f"{episodes.recomputed:,} tokens are computed again, as not all pages stay")
     return "\n".join(lines)

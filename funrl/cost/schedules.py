@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from funrl import trees
 from funrl.algos.core import Algorithm
@@ -34,11 +35,11 @@ from funrl.cost.tracing.estimate import Estimate, turns_of
 from funrl.cost.tracing.hardware import USABLE, Hardware, collective_seconds, message_seconds
 from funrl.cost.verdict import duration_text, step_seconds, table
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.mesh.text import ROW_AXES, devices
 from funrl.models import Model
 from funrl.rollout.ledger import Ledger, LedgerRule
+from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.settings import Settings, with_flags
@@ -98,7 +99,7 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
     dense = whole - own - tabled
     routers = model.abilities.routers
     layers = model.config.layers
-    near = tensor <= RANKS_PER_NODE
+    near = tensor <= hardware.node
     sums = 2 * layers * (tensor > 1)
     row_sums = collective_seconds(hardware, "all_reduce", 0, 2.0 * layers * model.config.embed * item, tensor, near)
     flops = 2 * (cost.used_parameters(whole) - tables / 2)
@@ -127,6 +128,25 @@ class LengthError(ValueError):
     """A text that describes no law of lengths."""
 
 
+class Lengths(Protocol):
+    """Lengths of completions.
+
+    Attributes:
+      most: tokens of the longest.
+      mean: tokens of a mean one.
+    """
+
+    @property
+    def most(self) -> int: ...
+
+    @property
+    def mean(self) -> float: ...
+
+    def draw(self, random: np.random.Generator, groups: int, samples: int) -> np.ndarray:
+        """Lengths [groups, samples] in tokens."""
+        ...
+
+
 class LengthLaw(NamedTuple):
     """Lengths of completions, exp(normal), cut at the greatest.
 
@@ -151,9 +171,45 @@ class LengthLaw(NamedTuple):
 
     def draw(self, random: np.random.Generator, groups: int, samples: int) -> np.ndarray:
         """Lengths [groups, samples] in tokens."""
-        prompt = random.normal(0, self.spread * math.sqrt(SHARED), (groups, 1))
-        own = random.normal(0, self.spread * math.sqrt(1 - SHARED), (groups, samples))
-        return np.clip(self.median * np.exp(prompt + own), min(LEAST, self.most), self.most)
+        tokens = self.median * np.exp(_group_normal(random, groups, samples, self.spread))
+        return np.clip(tokens, min(LEAST, self.most), self.most)
+
+
+class LoggedLengths(NamedTuple):
+    """Lengths of a log: completions of a prompt resemble each other as much as those of a `LengthLaw`.
+
+    Attributes:
+      tokens: of each completion, in ascending order.
+
+    Example:
+      >>> LoggedLengths((2, 3, 7)).mean
+      4.0
+    """
+
+    tokens: Sequence[float]
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest completion."""
+        return int(self.tokens[-1])
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a completion."""
+        return sum(self.tokens) / len(self.tokens)
+
+    def draw(self, random: np.random.Generator, groups: int, samples: int) -> np.ndarray:
+        """Lengths [groups, samples] in tokens."""
+        normal = torch.from_numpy(_group_normal(random, groups, samples, 1.0))
+        ranks = (torch.special.ndtr(normal).numpy() * len(self.tokens)).astype(np.int64)
+        return np.asarray(self.tokens, dtype=np.float64)[ranks.clip(0, len(self.tokens) - 1)]
+
+
+def _group_normal(random: np.random.Generator, groups: int, samples: int, spread: float) -> np.ndarray:
+    """Normal numbers [groups, samples], of whose variance each group shares a part."""
+    prompt = random.normal(0, spread * math.sqrt(SHARED), (groups, 1))
+    own = random.normal(0, spread * math.sqrt(1 - SHARED), (groups, samples))
+    return prompt + own
 
 
 def _normal(x: float) -> float:
@@ -233,6 +289,54 @@ def law_of_run(directory: Path) -> LengthLaw:
         else:
             high = spread
     return law_of_mean(mean, most, low)
+
+
+LENGTH_FIELDS = ("tokens", "response_length", "completion_tokens")  # of a log whose lines are objects
+
+
+def logged_lengths(path: Path, most: int) -> LoggedLengths:
+    """The lengths of a log, a line a completion: a number of tokens, or an object with one of `LENGTH_FIELDS`.
+
+    Args:
+      path: such as eval_samples.jsonl of a run.
+      most: tokens at which a completion is cut.
+
+    Raises:
+      LengthError: a line is another, or there is none.
+    """
+    lengths = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            value = next((value[name] for name in LENGTH_FIELDS if name in value), None)
+        if type(value) is not int or value < LEAST:
+            fields = ", ".join(LENGTH_FIELDS)
+            raise LengthError(f"{path}:{number}: give a number of tokens a line, or objects with one of {fields}")
+        lengths.append(value)
+    if not lengths:
+        raise LengthError(f"{path} has no lengths")
+    return LoggedLengths(tuple(sorted(min(length, most) for length in lengths)))
+
+
+def lengths_of_run(directory: Path, most: int) -> Lengths:
+    """The lengths of the rows that a run has saved by --save_rollouts, or the law of its metrics.
+
+    Args:
+      most: tokens at which a completion is cut.
+
+    Raises:
+      LengthError: as of `law_of_run`.
+    """
+    folder = directory / ROLLOUTS
+    lengths: list[int] = []
+    for step in saved_steps(folder):
+        saved = open_rows(folder, step)
+        masks = saved.lines("drawn", range(len(saved.owner("drawn"))), names=["mask"])["mask"]
+        lengths += [count for mask in masks if (count := int(mask.sum()))]
+    return LoggedLengths(tuple(sorted(min(x, most) for x in lengths))) if lengths else law_of_run(directory)
 
 
 NEVER = np.inf
@@ -364,20 +468,20 @@ class AsyncRun(NamedTuple):
       slots: rows that a replica runs together at most: see `rows_together`.
       update: times of the trainer.
       transfer: seconds from the end of an update until the generators hold its weights.
-      environment: seconds that environments take, of all replies of an episode.
+      environment: seconds that environments take of an episode, one of which each episode draws.
       pieces: updates of a batch, each of which begins as soon as its groups can be consumed.
     """
 
     rule: LedgerRule
     samples: int
-    lengths: LengthLaw
+    lengths: Lengths
     prompt: int
     engine: EngineTimes
     replicas: int
     slots: int
     update: UpdateLaw
     transfer: float = 0.0
-    environment: float = 0.0
+    environment: Sequence[float] = (0.0,)
     pieces: int = 1
 
     def iteration_seconds(self, rows: int) -> float:
@@ -494,6 +598,7 @@ class _World:
         self.run = run
         self.until = (steps + int(run.rule.staleness) + 2) * run.rule.places  # the run goes on after them
         self.random = np.random.default_rng(seed)
+        self.random_waits = np.random.default_rng([seed, 1])
         self.generators = SimulatedGenerators(run.engine, run.replicas, run.slots, run.prompt)
         self.trainer = _Trainer(run)
         self.ledger = Ledger(run.rule.checked(), self.until)
@@ -529,7 +634,8 @@ class _World:
         events += [queue[0][0] for queue in (self.arrivals, self.transfers) if queue]
         end = min(events)
         for place in self.generators.advance(end - self.now):
-            heapq.heappush(self.arrivals, (end + self.run.environment, place))
+            waits = self.random_waits.choice(self.run.environment, self.run.samples)
+            heapq.heappush(self.arrivals, (end + float(waits.max()), place))
         self.now = end
         while self.arrivals and self.arrivals[0][0] <= end:
             self.ledger.deliver(0, heapq.heappop(self.arrivals)[1], attempt=1)
@@ -621,7 +727,7 @@ class Workload(NamedTuple):
       hardware: of each device.
     """
 
-    lengths: LengthLaw
+    lengths: Lengths
     prompt: int
     hardware: Hardware
 
@@ -659,16 +765,23 @@ def rule_of(settings: Settings) -> LedgerRule:
     return LedgerRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
 
 
-def lengths_of(settings: Settings, most: int) -> LengthLaw:
-    """The law of --lengths, or half of the greatest length in the mean.
+def lengths_of(settings: Settings, most: int) -> Lengths:
+    """The lengths of --lengths, or half of the greatest length in the mean.
 
     Args:
       most: tokens of the longest completion.
+
+    Raises:
+      LengthError: --lengths has none.
     """
     text = settings.estimate.lengths
     if text is None:
         return law_of_mean(most / 2, most)
-    return law_of_run(Path(text)) if Path(text).is_dir() else parse_lengths(text)
+    path = Path(text)
+    most *= turns_of(settings).replies
+    if path.is_dir():
+        return lengths_of_run(path, most)
+    return logged_lengths(path, most) if path.is_file() else parse_lengths(text)
 
 
 class TracedRanks(NamedTuple):
@@ -707,7 +820,7 @@ class TracedRanks(NamedTuple):
         return max(costs.total + (share - 1) * sum(costs.peak.get(kind, 0.0) for kind in held) for costs in phases)
 
 
-def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: LengthLaw, work: RankWork) -> TracedRanks:
+def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: Lengths, work: RankWork) -> TracedRanks:
     """Trace the ranks of a pool.
 
     Args:
@@ -752,7 +865,7 @@ def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule
         slots=rows_together(times, job.settings.engines.decode_rows, work.prompt + work.lengths.mean),
         update=update,
         transfer=message_seconds(work.hardware, 1, weights, near=False),
-        environment=turns.gaps * turns.seconds,
+        environment=turns.episode_waits,
     )
 
 
@@ -821,7 +934,7 @@ class Schedules(NamedTuple):
     """
 
     rule: LedgerRule
-    lengths: LengthLaw
+    lengths: Lengths
     splits: Sequence[DeviceSplit]
     rules: Sequence[tuple[LedgerRule, Simulated]]
 
@@ -840,16 +953,35 @@ def schedules_of(settings: Settings, algorithm: Algorithm, hardware: Hardware, t
     Raises:
       ValueError: a flag cannot work.
     """
-    job = plain_job(settings, algorithm, hardware.memory)
-    assert isinstance(job, RLJob)
     rule = rule_of(settings)
-    work = Workload(lengths_of(settings, job.sampling.max_new_tokens), tokens, hardware)
-
-    trainer = traced_ranks(with_flags(settings, generate_mesh=None), algorithm, work.lengths, work.rank())
+    job, trainer, work = _all_devices(settings, algorithm, hardware, tokens)
     splits, runs = simulate_splits(job, trainer, work, rule)
     best = next((split for split in splits if not split.shared), None)
     rules = [] if best is None else _tried_rules(runs[best], rule, best.result)
     return Schedules(rule, work.lengths, splits, rules)
+
+
+def simulate_shared(settings: Settings, algorithm: Algorithm, hardware: Hardware, tokens: int) -> Simulated:
+    """Simulate the run of a mesh whose devices train and generate by turns, with the lengths of --lengths.
+
+    Args:
+      tokens: of a prompt.
+
+    Raises:
+      ValueError: a flag cannot work.
+    """
+    job, trainer, work = _all_devices(settings, algorithm, hardware, tokens)
+    return shared_split(job, trainer, Mesh(job.sizes).world, work, rule_of(settings))[0].result
+
+
+def _all_devices(
+    settings: Settings, algorithm: Algorithm, hardware: Hardware, tokens: int
+) -> tuple[RLJob, TracedRanks, Workload]:
+    """The job on all devices of a mesh, its trainer traced on them, and the rows of the run."""
+    job = plain_job(settings, algorithm, hardware.memory)
+    assert isinstance(job, RLJob)
+    work = Workload(lengths_of(settings, job.sampling.max_new_tokens), tokens, hardware)
+    return job, traced_ranks(with_flags(settings, generate_mesh=None), algorithm, work.lengths, work.rank()), work
 
 
 def placed_schedules(

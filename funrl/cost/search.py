@@ -46,7 +46,6 @@ from funrl.cost.tracing.estimate import Estimate, Trace
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.verdict import Peak, duration_text, peak_of, quoted_flags, rates_of, size, written_flags
 from funrl.mesh import mesh as meshes
-from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
@@ -85,9 +84,9 @@ class MeshSplit(NamedTuple):
     lean: bool = False
 
     @property
-    def nodes(self) -> int:
-        """Nodes that its widest tensor parallel group spans."""
-        return math.ceil(max(self.tensor, self.engine) / RANKS_PER_NODE)
+    def widest(self) -> int:
+        """Devices of its widest tensor parallel group."""
+        return max(self.tensor, self.engine)
 
 
 class Traced(NamedTuple):
@@ -123,7 +122,7 @@ class Traced(NamedTuple):
     @property
     def nodes(self) -> int:
         """Nodes that its widest tensor parallel group spans."""
-        return tensor_nodes(self.estimate.job)
+        return tensor_nodes(self.estimate.job, self.hardware.node)
 
     @property
     def sensible(self) -> bool:
@@ -162,10 +161,10 @@ def rank_key(fits: bool, nodes: int, seconds: float, nbytes: float) -> tuple[boo
     return (not fits, nodes > 1, seconds if fits else nbytes)
 
 
-def tensor_nodes(job: Job) -> int:
-    """Nodes that the widest tensor parallel group of a job spans."""
+def tensor_nodes(job: Job, node: int) -> int:
+    """Nodes, of `node` devices, that the widest tensor parallel group of a job spans."""
     widest = max(job.sizes["tensor"], job.generate_sizes["tensor"] if isinstance(job, RLJob) else 1)
-    return math.ceil(widest / RANKS_PER_NODE)
+    return math.ceil(widest / node)
 
 
 def search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> Search:
@@ -223,7 +222,7 @@ def descend(
         try:
             known[split] = Traced(changed, flags, cost(changed, TraceMemo(traces, room)), hardware)
         except TooLargeError as error:
-            known[split] = TooLarge(split.nodes, error.nbytes)
+            known[split] = TooLarge(space.nodes(split), error.nbytes)
             refused[written_flags(flags)] = str(error)
         except ValueError as error:
             known[split] = None
@@ -256,14 +255,14 @@ def _descent(
       known: splits that were tried; None: that cannot be.
       attempt: tries a split and adds it to these.
     """
-    for most_nodes in (split.nodes, space.world):
+    for most_nodes in (space.nodes(split), space.world):
         moves = list(space.moves())
         failures = number = 0
         while failures < len(moves):
             best = known[split]
             assert best is not None
             changed = moves[number](split, best)
-            if changed is not None and changed not in known and changed.nodes <= most_nodes:
+            if changed is not None and changed not in known and space.nodes(changed) <= most_nodes:
                 hopeless = best.fits and space.least_bytes(changed, known) > space.room
                 known[changed] = None if hopeless else attempt(changed)
             trial = None if changed is None else known.get(changed)
@@ -340,9 +339,13 @@ class Space(NamedTuple):
         """True if a micro-batch has few rows, or a rank none, so that splitting tokens may help."""
         return 4 * self.width > self.given.updates.token_budget or rows_of_step(self.base) < self.world
 
+    def nodes(self, split: MeshSplit) -> int:
+        """Nodes that the widest tensor parallel group of a split spans."""
+        return math.ceil(split.widest / self.hardware.node)
+
     def mesh_of(self, split: MeshSplit) -> dict[str, int] | None:
         """Sizes of the mesh to train on; None: the devices do not divide so."""
-        near = RANKS_PER_NODE // (split.tensor * split.sequence) if split.grouped else split.expert
+        near = self.hardware.node // (split.tensor * split.sequence) if split.grouped else split.expert
         data, rest = divmod(self.world, max(1, split.tensor * split.sequence * near))
         if rest or not near:
             return None
@@ -449,7 +452,7 @@ class Space(NamedTuple):
 
     def _toggled_groups(self, split: MeshSplit, best: Trial) -> MeshSplit | None:
         """Shards inside of each node, if each node has room for all states, or over all devices."""
-        if not split.grouped and self._states(best) * (self.world // RANKS_PER_NODE) > self.room:
+        if not split.grouped and self._states(best) * (self.world // self.hardware.node) > self.room:
             return None
         return self._checked(split._replace(grouped=not split.grouped, sharded=True))
 
@@ -627,11 +630,12 @@ class PlacedCandidate(NamedTuple):
         """True if every rank has room for it."""
         return all(peak.nbytes <= room for peak in self.peaks.values()) and self.nbytes <= room
 
-    def key(self, room: float) -> tuple[bool, bool, float]:
+    def key(self, hardware: Hardware) -> tuple[bool, bool, float]:
         """Sort key; see `rank_key`."""
+        fits = self.fits(hardware.memory * USABLE)
         tensor = max(pool.sizes["tensor"] for pool in self.placement.pools.values())
         nbytes = max((peak.nbytes for peak in self.peaks.values()), default=self.nbytes)
-        return rank_key(self.fits(room), math.ceil(tensor / RANKS_PER_NODE), self.result.step, nbytes)
+        return rank_key(fits, math.ceil(tensor / hardware.node), self.result.step, nbytes)
 
 
 class PlaceSearch(NamedTuple):
@@ -690,7 +694,7 @@ def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -
         candidates.append(PlacedCandidate(placement, place, simulate_rule(run, rule), trainer.nbytes(train)))
     if not candidates:
         raise SettingsError(f"{refused}: {next(iter(dropped.values()))}")
-    candidates.sort(key=lambda candidate: candidate.key(work.room))
+    candidates.sort(key=lambda candidate: candidate.key(work.hardware))
     for number, candidate in enumerate(candidates[:TRACED_PLACES]):
         chosen = with_flags(alone, **candidate.flags)
         peaks = {}
@@ -700,7 +704,7 @@ def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -
         candidates[number] = candidate._replace(peaks=peaks, nbytes=peaks["train"].nbytes)
         if candidates[number].fits(work.room):
             break
-    candidates.sort(key=lambda candidate: candidate.key(work.room))
+    candidates.sort(key=lambda candidate: candidate.key(work.hardware))
     try:
         run, _ = _division(trainer, (world, world), work, rule)
         shared = simulate_rule(run, rule._replace(staleness=0, window=1)).step
@@ -735,8 +739,9 @@ def _division(
     job = trainer.full.job
     assert isinstance(job, RLJob)
     model = job.models[job.main_role]
-    fits_node = job.dtype.itemsize * trees.count(model.shapes) / RANKS_PER_NODE <= work.room
-    widest = RANKS_PER_NODE if fits_node else RANKS_PER_NODE * MOST_NODES
+    fits_node = job.dtype.itemsize * trees.count(model.shapes) / work.hardware.node <= work.room
+    node = work.hardware.node
+    widest = node if fits_node else node * MOST_NODES
     best = None
     for tensor in (n for n in _divisors(generate) if n <= widest and model.abilities.heads % n == 0):
         engine = dict.fromkeys(AXES, 1) | {"data": generate // tensor, "tensor": tensor}

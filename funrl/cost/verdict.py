@@ -12,7 +12,6 @@ from funrl.cost.tracing.costs import UPDATES, Costs, Traffic
 from funrl.cost.tracing.estimate import MOVE, RESHARD, Estimate, stage_of
 from funrl.cost.tracing.hardware import USABLE, Hardware, collective_seconds, message_seconds
 from funrl.mesh import mesh as meshes
-from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.jobs.sharding import is_sharded
 from funrl.trainer.offload import PARTS
 from funrl.trainer.settings.settings import Settings, scoring_budget, with_flags
@@ -131,7 +130,7 @@ def _sent(estimate: Estimate, traffic: Mapping[tuple[str, str], Traffic], hardwa
             continue
         _, axes, sizes = estimate.axes[group]
         ranks = meshes.peers(sizes, axes, 0)
-        near = len({rank // RANKS_PER_NODE for rank in ranks}) == 1
+        near = len({rank // hardware.node for rank in ranks}) == 1
         if op == MOVE:
             seconds += message_seconds(hardware, count, nbytes, near)
         else:
@@ -246,7 +245,7 @@ def remedies(estimate: Estimate, settings: Settings, hardware: Hardware, worst: 
     if generates and hardware.accelerator and settings.devices.offload is None and states > 0.2 * total:
         changes.append({"offload": ",".join(PARTS)})
     wider = sizes | {"tensor": 2 * sizes["tensor"], "data": sizes["data"] // 2}
-    if sizes["data"] % 2 == 0 and heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
+    if sizes["data"] % 2 == 0 and heads % wider["tensor"] == 0 and wider["tensor"] <= hardware.node:
         changes.append(dict.fromkeys(["mesh", "generate_mesh"] if generates else ["mesh"], meshes.text(wider)))
     return changes
 

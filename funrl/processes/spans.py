@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 SERVICE = "funrl"  # name of the service, where OTEL_SERVICE_NAME gives no other
@@ -27,8 +27,43 @@ def span(name: str, **attributes: str | int) -> contextlib.AbstractContextManage
     """
     if _tracer is None:
         return NO_SPAN
-    named = {f"funrl.{key}": value for key, value in attributes.items()}
-    return _tracer.start_as_current_span(name, attributes=named | {"funrl.step": _step})
+    return _tracer.start_as_current_span(name, attributes=_named(attributes))
+
+
+def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    """Attributes as they are exported, beside the step."""
+    return {f"funrl.{key}": value for key, value in attributes.items()} | {"funrl.step": _step}
+
+
+class GroupSpans:
+    """Spans of groups in a loop that has no context for each: from its begin to the end of its last member.
+
+    Example:
+      >>> groups = GroupSpans()
+      >>> groups.begin([0, 1])
+      >>> groups.end(1), groups.end(0)
+      (None, None)
+    """
+
+    def __init__(self) -> None:
+        """Begin without groups."""
+        self._open: dict[int, tuple[Any, set[int]]] = {}
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Begin the span of a group whose members have these numbers, as a child of the current span."""
+        if _tracer is None:
+            return
+        group = _tracer.start_span("group", attributes=_named({"first": numbers[0]})), set(numbers)
+        self._open |= dict.fromkeys(numbers, group)
+
+    def end(self, number: int) -> None:
+        """Note the end of a member."""
+        if number not in self._open:
+            return
+        group, members = self._open.pop(number)
+        members.discard(number)
+        if not members:
+            group.end()
 
 
 def set_span_step(number: int) -> None:

@@ -17,6 +17,7 @@ from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.sums import own_range
 from funrl.processes.heartbeat import beat
+from funrl.processes.spans import GroupSpans
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, check_running
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine
@@ -140,11 +141,14 @@ def complete_shared(
     """
     completions: list[Completion] = []
     begun: list[Sequence[Request]] = []
+    groups = GroupSpans()
     try:
         while tickets.left or engine.unfinished():
             if tickets.left and (room := engine.room()):
                 taken = tickets.take(room, mesh)
                 begun += taken
+                for group in taken:
+                    groups.begin([request.number for request in group])
                 engine.submit([request for group in taken for request in group])
             check_running(engine)
             beat()
@@ -152,6 +156,7 @@ def complete_shared(
             callbacks.iterated()
             for done in newest:
                 callbacks.finished(done)
+                groups.end(done.number)
             completions += newest
     finally:
         engine.cancel(request.number for group in begun for request in group)

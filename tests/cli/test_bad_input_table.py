@@ -70,7 +70,8 @@ def flag_cases():
 
 
 def good_value(flag):
-    values = ("1", "9", "0.5", "dp1", "optimizer", "x.jsonl", "x.py:f", "min", "hermes", "mean:4,max:8")
+    values = ("1", "9", "0.5", "dp1", "optimizer", "x.jsonl", "x.py:f", "min", "hermes", "mean:4,max:8", "http://h:1")
+    values += (__file__,)
     if flag.default is not None:
         return flag.default
     return next(text for text in values if not flag_problem(flag, text))

@@ -6,9 +6,10 @@ import shlex
 import pytest
 import yaml
 
-from funrl.cli.command import read_command
+from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
-from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, own_flags, plan_command
+from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, own_flags, plan_command, plan_on
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.verdict import quoted_flags
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
@@ -19,8 +20,8 @@ ON_16 = RunPlan(16, {"mesh": "dp16"}, nbytes=6e10, fits=True, step_s=300.0, toke
 
 def written(launcher, plan=ON_16, hardware="h200", per_node=8):
     settings = settings_of(run_dir="/shared/runs/First_one", hardware=hardware)
-    given = {"launch": launcher, "image": "here/funrl:1", "storage": "mine"}
-    return launch_text(given, plan, COMMAND, settings, per_node)
+    given = {"launch": launcher, "image": "here/funrl:1", "storage": "mine", "gpus_per_node": per_node}
+    return launch_text(given, plan, COMMAND, settings)
 
 
 def torchrun_words(text):
@@ -46,12 +47,53 @@ def test_a_bound_on_the_price_chooses_the_fastest_plan_below_it(capsys):
     assert "no plan fits; the nearest, on 1 GPUs, takes" in capsys.readouterr().out
 
 
+def planned(*flags, count=1, hardware=HARDWARE["cpu"]):
+    """The plan of a command for some devices."""
+    command = read_command(experiment_of("grpo"), ["funrl grpo", *flags, "--dry_run"], writes=False)
+    return plan_on(count, with_models(command).settings, command.compose, hardware)
+
+
+@pytest.mark.slow
+def test_lengths_of_a_law_and_of_a_log_change_the_time_of_a_step(tmp_path):
+    tokens = [4] * 60 + [16] * 4
+    numbers, objects = tmp_path / "numbers.txt", tmp_path / "eval_samples.jsonl"
+    numbers.write_text("".join(f"{n}\n" for n in tokens))
+    objects.write_text("".join(f'{{"tokens": {n}, "reward": 1}}\n' for n in tokens))
+    full = planned("--max_new_tokens=16")
+    logged = [planned("--max_new_tokens=16", f"--lengths={path}") for path in (numbers, objects)]
+    nearly = planned("--max_new_tokens=16", "--lengths=mean:15,max:16,spread:0.1")
+    assert logged[0] == logged[1] and logged[0].step_s < 0.7 * full.step_s
+    assert nearly.step_s == pytest.approx(full.step_s, rel=0.35)
+    assert logged[0].nbytes == full.nbytes  # for rows of full length
+
+
+@pytest.mark.slow
+def test_waits_of_a_trace_change_the_time_of_a_step(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"waits": [1]}\n' * 15 + '{"waits": [61]}\n')
+    none, mean, tail = (
+        planned("--task=calculator", *flags).step_s
+        for flags in ([], ["--assume_tool_seconds=4.75"], [f"--tool_trace={trace}"])
+    )
+    assert none < mean < none + 5 < tail < none + 70
+
+
+@pytest.mark.slow
+def test_smaller_nodes_have_slower_sums():
+    flags = ["--model=recipes/models/qwen2.5_7b.json", "--batch_prompts=64", "--prompt_tokens=64"]
+    flags += ["--max_new_tokens=64", "--dtype=bfloat16"]
+    hardware = HARDWARE["h100"]
+    near, far = (planned(*flags, count=4, hardware=hardware._replace(node=node)) for node in (8, 1))
+    assert far.step_s > 1.1 * near.step_s
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
         ("--budget=10", "--budget=10: give the price of a device for an hour, --gpu_price"),
         ("--gpus=8,x", "--gpus=8,x: give numbers of devices"),
-        ("--gpus=12", "--gpus=12: 12 devices are not whole nodes of 8"),
+        ("--gpus=12", "--gpus=12: 12 devices are not whole nodes of --gpus_per_node=8"),
+        ("--gpus=8,12,18 --gpus_per_node=4", "18 devices are not whole nodes of --gpus_per_node=4"),
         ("--mesh=dp2", "--mesh=dp2: funrl plan chooses it; leave it out"),
         ("--to=FILE", "--to=FILE does nothing without --launch"),
         ("--launch=slurm", "--launch=slurm: give --run_dir, a path that all nodes see"),
@@ -96,7 +138,7 @@ def test_every_file_has_the_command_the_nodes_and_the_time_of_a_step_to_end_in()
         text = written(launcher)
         assert f"{COMMAND.removeprefix('funrl ')} --resume" in text and "900" in text, launcher
     slurm = written("slurm")
-    assert "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" in slurm and "--signal=TERM@900" in slurm
+    assert "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" in slurm and "--signal=B:TERM@900" in slurm
     sky = yaml.safe_load(written("sky"))
     assert sky["num_nodes"] == 2 and sky["resources"]["accelerators"] == "H200:8" and sky["resources"]["use_spot"]
     assert sky["file_mounts"] == {"/shared": {"source": "mine", "mode": "MOUNT"}} and sky["name"] == "funrl-first-one"
@@ -115,6 +157,7 @@ def test_every_file_has_the_command_the_nodes_and_the_time_of_a_step_to_end_in()
     assert {"--nnodes=2", "--nproc-per-node=8", "--shutdown-timeout=900"} <= words
     assert '"amd.com/gpu": 8' in written("jobset", hardware="mi300x")
     assert "--nodes=1 --ntasks-per-node=4 --gpus-per-node=4" in written("slurm", ON_16._replace(gpus=4))
+    assert "--nodes=4 --ntasks-per-node=4 --gpus-per-node=4" in written("slurm", per_node=4)
 
 
 def test_skypilot_reads_its_file(tmp_path):

@@ -5,14 +5,19 @@ Jobs need Ray: `./test --all` makes .venv-ray and runs this file there.
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
+import yaml
 from ray_cluster import NODES, command_of, on_ray, parent_of, processes_with, wait_until
 
 from funrl.cli import main as cli
+from funrl.cli.plan import RunPlan, launch_text
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.settings.settings import settings_of
 
 SMALL = ["--device=cpu", "--compile=off", "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=4"]
 SMALL += ["--warmstart_steps=0", "--eval_prompts=4"]
@@ -140,13 +145,48 @@ def test_devices_that_are_missing_are_named(cluster, tmp_path):
 
 
 @on_ray
-def test_a_lost_node_ends_the_job_and_is_named(cluster, tmp_path):
+def test_a_lost_node_ends_the_job_and_is_named_and_the_job_resumes(cluster, tmp_path):
+    """The other node saves the state, of which it has a whole copy."""
     run_dir = tmp_path / "run"
-    process = start(cluster, ["--nodes=2"], "--mesh=dp2", "--steps=100000", f"--run_dir={run_dir}")
-    assert wait_until((run_dir / "metrics.jsonl").exists, JOB_S)
+    flags = ["--mesh=dp2", "--save_every=0", "--resume", f"--run_dir={run_dir}"]
+    process = start(cluster, ["--nodes=2"], "--steps=100000", *flags)
+    assert wait_until((run_dir / "metrics.jsonl").exists, JOB_S) and wait_until(lambda: metrics(run_dir), 60)
     guards = [pid for pid in processes_with(str(run_dir)) if "funrl.processes.guard" in command_of(pid)]
     (guard,) = [pid for pid in guards if "--node-rank=1" in command_of(pid)]
     os.kill(parent_of(guard), signal.SIGKILL)  # Ray's worker
     out, err = finish(process, run_dir)
     assert process.returncode == 1, out + err
     assert "error: node 127.0.0." in err and "was lost" in err
+    last = max(complete_checkpoints(run_dir / "checkpoints"))
+    process = start(cluster, ["--nodes=2"], f"--steps={last + 1}", *flags)
+    out, err = finish(process, run_dir)
+    assert process.returncode == 0 and f"resumed after step {last}" in out + err, out + err
+    assert len(metrics(run_dir)) == last + 1
+
+
+def entrypoint(run_dir, *flags):
+    """Words of the entrypoint of the RayJob that `funrl plan` writes for two nodes of one device."""
+    plan = RunPlan(2, {"mesh": "dp2"}, nbytes=1e9, fits=True, step_s=1.0, tokens_per_s=1.0, hours=1.0)
+    command = " ".join(["funrl grpo --mesh=dp2", *SMALL, f"--run_dir={run_dir}", *flags])
+    given = {"launch": "kuberay", "image": None, "storage": "claim", "gpus_per_node": 1}
+    text = launch_text(given, plan, command, settings_of(run_dir=str(run_dir), hardware="h100"))
+    return [sys.executable, "-m", *shlex.split(yaml.safe_load(text)["spec"]["entrypoint"])]
+
+
+@on_ray
+def test_the_planned_ray_job_is_stopped_and_submitted_again_with_the_same_bits(cluster, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = ["--steps=4", "--save_every=0"]
+    words = entrypoint(run_dir, *flags)
+    process = subprocess.Popen(words, env=cluster, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert wait_until((run_dir / "metrics.jsonl").exists, JOB_S) and wait_until(lambda: metrics(run_dir), 60)
+    process.send_signal(signal.SIGTERM)  # as `ray job stop` does
+    out, err = finish(process, run_dir)
+    last = len(metrics(run_dir))
+    assert process.returncode == 143 and last < 4, out + err
+    process = subprocess.Popen(words, env=cluster, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = finish(process, run_dir)
+    assert process.returncode == 0 and f"resumed after step {last}" in out + err, out + err
+    words = [sys.executable, "-m", "funrl", "grpo", *SMALL, "--mesh=dp2", *flags, f"--run_dir={tmp_path}/plain"]
+    subprocess.run(words, env=cluster, check=True, capture_output=True, timeout=JOB_S)
+    assert metrics(run_dir) == metrics(tmp_path / "plain")

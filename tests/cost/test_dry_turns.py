@@ -1,6 +1,7 @@
 """The dry run of episodes of several turns; tests/trainer/test_episode_dry_run.py has a real run beside it."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -9,11 +10,13 @@ from dry_jobs import CPU, plain, small
 from funrl import trees
 from funrl.cost import decoding, dry_run
 from funrl.cost.decoding import episode_cost
-from funrl.cost.tracing.estimate import Turns
+from funrl.cost.tracing.estimate import Turns, turns_of
+from funrl.cost.tracing.tool_trace import EpisodeWaits, read_trace
 from funrl.mesh.mesh import single
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs import build as trainer_build
-from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of, with_flags
 
 
 def test_the_calculator_assumes_the_longest_of_its_conversations():
@@ -73,6 +76,41 @@ def test_waiting_is_overlapped_by_other_episodes_up_to_what_may_be_unfinished():
     assert (bound.running, bound.open) == (8, 16)
     assert bound.waited == 4 * 4.0 - 8.0 and bound.overlapped == 4 * 3.0 - 8.0
     assert episode_cost(work_of(job, Turns(4, 2, 0.0)), 8.0)[-2:] == (0.0, 0.0)
+
+
+def test_episodes_of_a_trace_wait_as_long_as_they_did():
+    """As many alike are one number of seconds; a long one at the end is waited for alone."""
+    job = small("grpo", task="calculator", batch_prompts=32, decode_rows=8, max_new_tokens=4)
+    alike = episode_cost(work_of(job, Turns(4, 2, 1.0)), 8.0)
+    assert episode_cost(work_of(job, Turns(4, 2, 1.0, waits=(3.0,) * 5)), 8.0)._replace(turns=alike.turns) == alike
+    few = dataclasses.replace(job, settings=with_flags(job.settings, max_waiting=16))
+    tail = episode_cost(work_of(few, Turns(4, 2, 1.0, waits=(1.0,) * 63 + (200.0,))), 8.0)
+    assert 200 - 8 < tail.waited < 200 + 4 * 2.0  # 16 places, of four episodes each
+
+
+def line_of_spans(*spans):
+    keys = ("name", "spanId", "parentSpanId", "startTimeUnixNano", "endTimeUnixNano")
+    spans = [dict(zip(keys, span, strict=True)) | {"traceId": "t"} for span in spans]
+    return json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+
+
+def test_a_trace_has_waits_or_spans(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    seconds = lambda *times: [str(int(x * 1e9)) for x in times]  # noqa: E731
+    spans = line_of_spans(
+        ("turn", "1", "e", *seconds(11, 12)),
+        ("turn", "2", "e", *seconds(11.5, 13)),  # of another agent at the same time
+        ("turn", "3", "e", *seconds(14, 15)),
+    )
+    other = line_of_spans(("episode", "e", "g", *seconds(10, 17)), ("generate", "p", "", *seconds(0, 20)))
+    file.write_text(f'{{"waits": [0.5, 1]}}\n{{"waits": []}}\n{spans}\n{other}\n')
+    assert read_trace(file) == [EpisodeWaits(3, 1.5), EpisodeWaits(1, 0.0), EpisodeWaits(3, 4.0)]
+    turns = turns_of(settings_of(task="calculator", dry_run=True, tool_trace=str(file), episode_turns=8))
+    assert (turns.replies, turns.waits) == (3, (0.0, 1.5, 4.0)) and turns.seconds == 5.5 / 3 / 2
+    for text in ("", '{"waits": [-1]}\n', '{"seconds": 3}\n', "3\n"):
+        file.write_text(text)
+        with pytest.raises(SettingsError, match=f"--tool_trace={file}"):
+            read_trace(file)
 
 
 def test_pages_of_waiting_episodes_are_held_while_there_is_room():

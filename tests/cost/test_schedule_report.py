@@ -8,6 +8,7 @@ import pytest
 from dry_jobs import plain
 from dry_jobs import settings as dry_settings
 
+import funrl
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
 from funrl.cost import report as dry_report
@@ -19,6 +20,7 @@ from funrl.cost.schedules import (
     async_run,
     law_of_mean,
     law_of_run,
+    lengths_of_run,
     simulate_splits,
     traced_ranks,
 )
@@ -147,6 +149,16 @@ def test_the_law_of_a_run_is_that_of_its_lengths(tmp_path, law):
     result = law_of_run(metrics(tmp_path, rows))
     assert result.mean == pytest.approx(law.mean, rel=0.05)
     assert result.spread == pytest.approx(law.spread, rel=0.2)
+
+
+@pytest.mark.slow
+def test_the_lengths_of_saved_rows_are_drawn(tmp_path):
+    flags = {"batch_prompts": 4, "samples_per_prompt": 2, "eval_prompts": 2, "warmstart_steps": 0, "device": "cpu"}
+    run = funrl.train("grpo", **flags, steps=2, save_rollouts=1, run_dir=str(tmp_path / "run"))
+    lengths = lengths_of_run(tmp_path / "run", most=10_000)
+    means = [row["response_length/mean"] for row in run.metrics]
+    assert lengths.mean == pytest.approx(sum(means) / 2) and len(lengths.tokens) == 16
+    assert lengths.most == max(row["response_length/max"] for row in run.metrics)
 
 
 def test_a_run_without_lengths_has_no_law(tmp_path):

@@ -10,10 +10,12 @@ from funrl.cost.schedules import (
     EngineTimes,
     LengthError,
     LengthLaw,
+    LoggedLengths,
     SimulatedGenerators,
     UpdateTimes,
     engine_times,
     law_of_mean,
+    logged_lengths,
     parse_lengths,
     rows_together,
     simulate_run,
@@ -149,6 +151,33 @@ def test_another_text_is_no_law(text):
         parse_lengths(text)
 
 
+@pytest.mark.parametrize("lines", ["3\n7\n40\n3\n", '{"tokens": 3}\n{"completion_tokens": 7}\n40\n3\n'])
+def test_lengths_of_a_log_are_drawn_as_often_as_they_are_there(tmp_path, lines):
+    log = tmp_path / "lengths"
+    log.write_text(lines)
+    lengths = logged_lengths(log, most=32)
+    assert lengths == LoggedLengths((3, 3, 7, 32)) and (lengths.mean, lengths.most) == (11.25, 32)
+    drawn = lengths.draw(np.random.default_rng(0), 4000, 16)
+    shares = [(drawn == tokens).mean() for tokens in (3, 7, 32)]
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.01)
+    assert drawn.var(axis=1).mean() < 0.7 * drawn.var()  # completions of a prompt have something in common
+
+
+@pytest.mark.parametrize("lines", ["", "3.5\n", "0\n", "true\n", '{"length": 3}\n', "3\nmany\n"])
+def test_a_log_without_lengths_is_refused(tmp_path, lines):
+    log = tmp_path / "lengths"
+    log.write_text(lines)
+    with pytest.raises(LengthError, match=str(log)):
+        logged_lengths(log, most=32)
+
+
+def test_a_group_waits_for_the_slowest_of_its_environments():
+    alike = simulate_run(even(environment=(3.0,)), steps=20)
+    one_slow = simulate_run(even(environment=(0.0,) * 99 + (3.0,)), steps=20)
+    none = simulate_run(even(), steps=20)
+    assert none.step < one_slow.step < alike.step
+
+
 def test_a_law_without_spread_is_one_length():
     law = LengthLaw(100, 0.0, 500)
     assert law.mean == 100 and (law.draw(np.random.default_rng(0), 3, 2) == 100).all()
@@ -196,12 +225,12 @@ GENERATION = 100 * 5e-3  # of a batch: 100 iterations of 5 ms
     [
         (even(), GENERATION + 2, 0),
         (even(transfer=0.3), GENERATION + 0.3 + 2, 0),
-        (even(environment=1.0), GENERATION + 1 + 2, 0),
+        (even(environment=(1.0,)), GENERATION + 1 + 2, 0),
         (even(1), 2.0, 1),  # generation is hidden behind the update
         (even(1, transfer=0.3), 2.0, 1),
         (even(1, update=Constant(0.1)), GENERATION, 1),  # or the update behind generation
-        (even(1, environment=3.0), (3 + GENERATION + 2) / 2, 1),  # two batches are under way in a round
-        (even(2, environment=3.0), 2.0, 2),
+        (even(1, environment=(3.0,)), (3 + GENERATION + 2) / 2, 1),  # two batches are under way in a round
+        (even(2, environment=(3.0,)), 2.0, 2),
         (even(pieces=2, update=Constant(1.0)), GENERATION + 2, 0),
     ],
 )

@@ -139,3 +139,21 @@ def test_the_heterogeneous_job_runs(shared, forks):  # noqa: F811
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost"}
     finished(forks, start(["bash", shared / "job.sh"], shared, **variables))
     assert steps_of(shared / "runs/7") == [1]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_the_command_of_the_train_job_runs_on_two_nodes(shared, forks):  # noqa: F811
+    """With the variables that Kubeflow Trainer gives torchrun."""
+    words = yaml.safe_load(block("yaml", "kind: TrainJob"))["spec"]["trainer"]["command"]
+    command = [word.replace("/shared/", f"{shared}/") for word in words if not word.startswith("--config")]
+    port = free_port(FIRST_PORT + 15_000, FIRST_PORT + PORTS)
+    of_nodes = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+    command.insert(command.index("funrl") + 1, "grpo")
+    finished(forks, *(start(command, shared, **of_nodes, PET_NODE_RANK=str(rank)) for rank in range(2)))
+    assert steps_of(shared / "runs/first") == [1]

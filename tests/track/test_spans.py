@@ -1,17 +1,21 @@
 """What OpenTelemetry and Prometheus see of a run: real exporters against servers on loopback, and one in memory."""
 
 import http.server
+import json
 import threading
 import types
 import urllib.request
+from pathlib import Path
 
 import pytest
 from free_ports import free_port
+from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import funrl
+from funrl.cost.tracing.tool_trace import read_trace
 from funrl.processes import heartbeat, spans
 from funrl.track.observe import RunObserver
 from funrl.track.records.run_directory import open_run
@@ -76,6 +80,25 @@ def test_a_run_exports_its_phases_groups_episodes_turns_and_metrics(collector, t
     assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "funrl"
     sums = _gauges(collector)
     assert sums["funrl.reward.mean"] == run.metrics[-1]["reward/mean"]
+    trace = tmp_path / "trace.jsonl"  # as a collector writes it
+    trace.write_text("".join(json.dumps(MessageToDict(message)) + "\n" for message in collector["/v1/traces"]))
+    episodes = read_trace(trace)
+    assert len(episodes) == len([span for span in exported if span.name == "episode"]) >= 8
+    assert sum(episode.replies for episode in episodes) == len([span for span in exported if span.name == "turn"])
+    assert all(0 < episode.seconds < 60 for episode in episodes)
+
+
+@pytest.mark.slow
+def test_groups_of_completions_are_spans_of_their_generation(collector, tmp_path):
+    flags = {"steps": 1, "batch_prompts": 2, "samples_per_prompt": 2, "eval_prompts": 2, "warmstart_steps": 0}
+    funrl.train("grpo", **flags, report_to="otel", device="cpu", run_dir=str(tmp_path / "run"))
+    exported = _spans(collector)
+    by_id = {span.span_id: span for span in exported}
+    groups = [span for span in exported if span.name == "group"]
+    parents = [by_id[span.parent_span_id].name for span in groups]
+    assert parents.count("generate") == 2 and "reshard" in {span.name for span in exported}
+    firsts = {a.value.int_value for span in groups for a in span.attributes if a.key == "funrl.first"}
+    assert firsts >= {0, 2}
 
 
 def test_a_metric_of_any_name_is_exported(collector, tmp_path):
@@ -113,6 +136,9 @@ def test_prometheus_reads_the_newest_metrics_of_a_run(tmp_path):
             observer.step(2, {"reward/mean": 0.5}, {})
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
                 lines = answer.read().decode().splitlines()
+            for line in Path("/proc/net/tcp").read_text().splitlines():  # of this machine alone
+                local = line.split()[1]
+                assert not local.endswith(f":{port:04X}") or local.startswith("0100007F"), line
             with pytest.raises(TrackerError, match=rf"--metrics_port={port}: .*in use.*; give a free port"):
                 prometheus(str(port))
         values = dict(line.split(" ") for line in lines if not line.startswith("#"))

@@ -60,7 +60,7 @@ EFFECTS = {  # what flags change besides "numbers", which are metrics, completio
     # what is printed
     "output": (
         "resume overwrite window clock dry_run prompt_tokens text_tokens assume_pictures assume_turns "
-        "assume_turn_tokens assume_tool_seconds lengths json hardware metrics_port"
+        "assume_turn_tokens assume_tool_seconds tool_trace lengths json hardware metrics_port"
     ),
     # time or memory, but no result
     "work": (
@@ -184,6 +184,7 @@ def folder(tmp_path_factory):
     (made / "chat.jinja").write_text("{% for message in messages %}:{{ message['content'] }}{% endfor %}")
     (made / "judge.txt").write_text("{{completion}}=")
     (made / "tools.json").write_text('[{"type": "function"}]')
+    (made / "waits.jsonl").write_text('{"waits": [2]}\n')
     return made
 
 
@@ -218,6 +219,7 @@ def named_files(kind, folder):
         "few_shot": "demonstrations1.jsonl:1",
         "chat_template": "chat.jinja",
         "tools": "tools.json",
+        "tool_trace": "waits.jsonl",
         "judge_template": "judge.txt",
         "run_dir": "elsewhere",
         "adapter": "adapter",

@@ -176,6 +176,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     ),
     "assume_pictures": "cost/test_dry_pictures.py::test_pictures_are_bounded_by_pixels_and_by_the_row",
     "assume_tool_seconds": "cost/test_dry_turns.py::test_seconds_of_tools_lengthen_generation",
+    "tool_trace": "cost/test_dry_turns.py::test_a_trace_has_waits_or_spans",
     **dict.fromkeys(
         ("staleness", "window", "lengths"), "cost/test_schedule_report.py::test_flags_decide_what_is_simulated"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from funrl import trees
 from funrl.cost.tracing.costs import UPDATES, Costs, along
 from funrl.cost.tracing.hardware import Hardware
+from funrl.cost.tracing.tool_trace import read_trace
 from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
@@ -44,17 +46,24 @@ class Turns(NamedTuple):
     Attributes:
       replies: of the policy.
       context: tokens that come before each reply but the first.
-      seconds: of the environment before each reply but the first.
+      seconds: of the environment before each reply but the first, in the mean.
+      waits: seconds of the environment in whole episodes, in ascending order, by a trace; (): all are alike.
     """
 
     replies: int = 1
     context: int = 0
     seconds: float = 0.0
+    waits: tuple[float, ...] = ()
 
     @property
     def gaps(self) -> int:
         """Times that an episode waits for its environment."""
         return self.replies - 1
+
+    @property
+    def episode_waits(self) -> tuple[float, ...]:
+        """Seconds of the environment in whole episodes, each as likely as another."""
+        return self.waits or (self.gaps * self.seconds,)
 
     def row_tokens(self, prompt: int, reply: int) -> int:
         """Tokens of an episode."""
@@ -96,7 +105,7 @@ class EpisodeCost(NamedTuple):
 
 
 def turns_of(settings: Settings) -> Turns:
-    """The turns that flags and the embedded task give, else defaults.
+    """The turns that flags, a trace and the embedded task give, else defaults.
 
     Raises:
       SettingsError: there are more than --episode_turns.
@@ -107,15 +116,19 @@ def turns_of(settings: Settings) -> Turns:
     turns, context = embedded_task(settings.examples.task).turns if own else (TURNS, TURN_TOKENS)
     assumed = settings.estimate
     most = settings.environments.episode_turns
+    trace = [] if assumed.tool_trace is None else read_trace(Path(assumed.tool_trace))
+    turns = max((episode.replies for episode in trace), default=turns)
+    waits = tuple(sorted(episode.seconds for episode in trace))
     if (assumed.assume_turns or 1) > most:
         raise SettingsError(
             f"--assume_turns={assumed.assume_turns} is more than --episode_turns={most}; raise that one"
         )
-    return Turns(
-        assumed.assume_turns or min(turns, most),
-        context if assumed.assume_turn_tokens is None else assumed.assume_turn_tokens,
-        assumed.assume_tool_seconds or 0.0,
-    )
+    replies = assumed.assume_turns or min(turns, most)
+    context = context if assumed.assume_turn_tokens is None else assumed.assume_turn_tokens
+    seconds = assumed.assume_tool_seconds or 0.0
+    if waits:
+        seconds = sum(waits) / len(waits) / max(1, replies - 1)
+    return Turns(replies, context, seconds, waits)
 
 
 Counted = TypeVar("Counted")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from funrl.compiled_kernels.gpu_kernels.trials import AssumedGPU
+from funrl.mesh.plan import RANKS_PER_NODE
 
 
 class Hardware(NamedTuple):
@@ -24,6 +25,7 @@ class Hardware(NamedTuple):
       accelerator: whether it multiplies 16-bit matrices into 32 bits without copying them.
       tpu: whether it is a TPU, for which another program is compiled.
       gpu: its L2 cache and processors, for kernels that work on blocks in the cache.
+      node: devices of a node.
     """
 
     memory: float
@@ -39,6 +41,7 @@ class Hardware(NamedTuple):
     accelerator: bool = True
     tpu: bool = False
     gpu: AssumedGPU = AssumedGPU()
+    node: int = RANKS_PER_NODE
 
 
 # Dense numbers without sparsity, SXM or OAM forms; 400 Gbit/s of network for each device (A100: 200). `cpu` is one core

@@ -84,7 +84,7 @@ def inspect_models_here() -> None:
 def ending_alone(engine: Any) -> Any:
     """Keep the end of an engine from what else uses its process.
 
-    When vLLM 0.32 collects an engine it destroys the groups of all engines, and the process group of the run.
+    When vLLM collects an engine it destroys the groups of all engines, and the process group of the run.
     """
     client = engine.engine_core
     client._finalizer.detach()
@@ -102,7 +102,10 @@ def launcher(mesh: Mesh) -> Any:
 
     On a CPU it shares memory between the ranks of a model under a fixed name; here each run has a name of its own.
     """
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
+    from vllm.v1.executor.uniproc_executor import (  # type: ignore[import-not-found]
+        ExecutorWithExternalLauncher,
+        UniProcExecutor,
+    )
 
     own = torch.tensor(os.getpid() if mesh.index("tensor") == 0 else 0, device=mesh.device)
     name = int(psum(own, mesh, "tensor"))
@@ -110,5 +113,8 @@ def launcher(mesh: Mesh) -> Any:
     class FunrlLauncher(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
             return f"env://:{name}", mesh.rank, mesh.device.index or 0
+
+        def shutdown(self) -> None:
+            UniProcExecutor.shutdown(self)  # from 0.33 on the other one destroys groups of all engines
 
     return FunrlLauncher

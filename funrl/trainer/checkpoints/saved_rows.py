@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,8 +77,13 @@ class SavedRows(NamedTuple):
         """[B] lines of each row of another field."""
         return self.table[f"{stage}/{'length' if self.schema[name].kind.per_token else name}"].numpy()
 
-    def lines(self, stage: str, numbers: Iterable[int]) -> dict[str, list[Tensor]]:
+    def lines(self, stage: str, numbers: Iterable[int], names: Sequence[str] | None = None) -> dict[str, list[Tensor]]:
         """The lines of some rows, [count, ...] of each, in the given order, of the fields that are not everywhere.
+
+        Args:
+          stage: of the rows.
+          numbers: of the rows.
+          names: of some of these fields; None: of all.
 
         Raises:
           DamagedError: a file cannot be read.
@@ -87,7 +92,7 @@ class SavedRows(NamedTuple):
         owner = self.owner(stage)
         opened = dict[int, Any]()
         rows: dict[str, list[Tensor]] = {}
-        for name in self.record["fields"][stage]:
+        for name in self.record["fields"][stage] if names is None else names:
             counts = self.counts(stage, name)
             begins = np.zeros(len(owner), dtype=np.int64)
             for rank in set(owner[numbers].tolist()):

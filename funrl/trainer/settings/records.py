@@ -425,12 +425,20 @@ class EstimateSettings:
         kinds=RL,
         needs=("environment",),
     )
+    tool_trace: str | None = flag(
+        None,
+        "waits of episodes for their environment that --dry_run assumes",
+        Bound("a file of JSON lines with the waits or the spans of episodes", lambda x: Path(x).is_file()),
+        kinds=RL,
+        needs=("environment",),
+        unless={"assume_tool_seconds": "the trace has them"},
+    )
     lengths: str | None = flag(
         None,
         "completions that --dry_run simulates",
         Bound(
-            "mean:TOKENS,max:TOKENS[,spread:DEVIATION], or a run directory",
-            lambda x: re.fullmatch(LENGTHS, x) is not None or (Path(x) / "metrics.jsonl").is_file(),
+            "mean:TOKENS,max:TOKENS[,spread:DEVIATION], a run directory, or a file of lengths",
+            lambda x: re.fullmatch(LENGTHS, x) is not None or Path(x).is_file() or Path(x, "metrics.jsonl").is_file(),
         ),
         chosen="a mean of half of --max_new_tokens",
         kinds=RL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from funrl.data.prompts import Example
@@ -146,7 +146,7 @@ class SampleWriter:
         ended = None if self._pending is None else self._pending.add
 
         def begin(group: EpisodeGroup) -> asyncio.Task[list[Completion]]:
-            return resident.start(resident.ask_all(group_requests(group, self._sampling), ended))
+            return resident.start(complete_group(resident, group, self._sampling, ended))
 
         groups = await run_groups(resident, self._tickets, resident.room if self._alone else lambda: sys.maxsize, begin)
         return sorted((done for group in groups for done in group), key=lambda done: done.number)
@@ -173,11 +173,19 @@ class SampleWriter:
         return join_samples(generation, run, self._examples, self._sampling)
 
 
-def group_requests(group: EpisodeGroup, sampling: Sampling) -> list[Request]:
-    """The requests of a group whose prompt is completed."""
-    example = group.example
-    owned = joined_lines([example.owned])
-    return [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(group.seeds, group.first)]
+async def complete_group(
+    resident: ResidentEngine, group: EpisodeGroup, sampling: Sampling, ended: Callable[[Completion], None] | None
+) -> list[Completion]:
+    """Complete the prompt of a group with each of its seeds.
+
+    Args:
+      ended: called with each completion.
+    """
+    owned = joined_lines([group.example.owned])
+    tokens = group.example.tokens
+    requests = [Request(n, tokens, sampling, seed, owned=owned) for n, seed in enumerate(group.seeds, group.first)]
+    with spans.span("group", first=group.first):
+        return await resident.ask_all(requests, ended)
 
 
 def rescored(generation: Generation, rows: Rows, examples: Sequence[Example], phase: str = "") -> Rows:
@@ -224,8 +232,7 @@ async def write_group(
         pending = pending_rewards(generation.engine, [example], len(seeds))
         ended = None if pending is None else pending.add
         begin = time.perf_counter()
-        with spans.span("group"):
-            completions = await resident.ask_all(group_requests(group, sampling), ended)
+        completions = await complete_group(resident, group, sampling, ended)
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
         run = CompletionRun(completions, pending, begin)
