@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/published.py [--rows=REGEX] [--write]
 
 `published.json` has the rows with their sources. A row becomes the flags of a run of funrl, and the dry run's update
-stands beside the published step. A row is fitted if the first byte of the SHA-256 of its name is even. Two constants are
-fitted on these rows: the share of the peak that products reach in whole steps (`hardware.MEASURED`) and the seconds in
-which the devices of prime-rl's RL trainer wait for its host. They are judged on the other rows. --write puts the table
-into README.md.
+stands beside the published step. A row is fitted if the first byte of the SHA-256 of its name is even. Two constants
+are fitted on these rows: the share of the peak that products reach in whole steps (`hardware.MEASURED`) and the seconds
+in which the devices of prime-rl's RL trainer wait for its host. They are judged on the other rows. --write puts the
+table into README.md.
 
 A peer's program differs from funrl's where its source says so: `PROGRAMS` has its kernels, whether layers are compiled,
 and what it moves and holds besides.
@@ -33,7 +33,7 @@ from funrl.cost.schedules import Workload, lengths_of, rule_of, shared_split, tr
 from funrl.cost.tracing.costs import UPDATES, Costs
 from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import FLASH_ATTENTION_3, HARDWARE, MEASURED, Hardware
-from funrl.cost.verdict import phase_seconds
+from funrl.cost.verdict import Errors, phase_seconds
 from funrl.mesh.text import ROW_AXES, devices, parse
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.settings import Settings, settings_of, with_flags
@@ -133,7 +133,7 @@ PRIME_RL = Program(
     frozen_bytes=4,
     host_s=HOST_S,
 )
-# Its attention is of FlashAttention-3's kind; its grouped products of thousands of rows an expert are taken as products.
+# Its attention is of FlashAttention-3's kind; grouped products of thousands of rows an expert are taken as products.
 TRANSFORMER_ENGINE = {**FLASH_ATTENTION_3, "grouped": MEASURED.product, "grouped_backward": MEASURED.product}
 TORCHTITAN = Program(logit_bytes=16, every_other=True)
 
@@ -314,59 +314,62 @@ def peak_bytes(row: Row, found: Estimate, costs: Costs) -> float:
     return held + further / devices(sizes)
 
 
-class Errors(NamedTuple):
-    """Errors of predictions of one kind, as shares of what was published.
-
-    Attributes:
-      count: of rows.
-      median: of the absolute errors.
-      most: absolute error that nine of ten rows stay below.
-      within: rows below the aim.
-    """
-
-    count: int
-    median: float
-    most: float
-    within: int
+AIMS = {"seconds": 0.15, "gib": 0.1}  # errors that an estimate should stay below
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- rows: written by benchmarks/published.py -->", "<!-- end of the rows -->"
 
 
-AIMS = {"seconds": 0.15, "gib": 0.1}
-
-
-def errors_of(shares: Sequence[float], aim: float) -> Errors:
+def errors_of(shares: Sequence[float]) -> Errors:
     """Summarize errors, as shares of what was published."""
     sizes = sorted(map(abs, shares))
-    most = sizes[math.ceil(0.9 * len(sizes)) - 1]
-    return Errors(len(sizes), statistics.median(sizes), most, sum(size <= aim for size in sizes))
+    return Errors(len(sizes), statistics.median(sizes), sizes[math.ceil(0.9 * len(sizes)) - 1])
+
+
+def row_line(row: Row, predicted: Predicted) -> str:
+    """The line of a table for a row."""
+    cells = [row.name, "fitted" if row.fitted else "judged"]
+    for kind in AIMS:
+        published = getattr(row, kind)
+        number = getattr(predicted, kind)
+        share = "-" if published is None else f"{number / published - 1:+.0%}"
+        cells += ["-" if published is None else f"{published:.3g}", f"{number:.3g}" if number else "-", share]
+    return f"| {' | '.join(cells)} |"
+
+
+def errors_lines(predictions: Sequence[tuple[Row, Predicted]]) -> list[str]:
+    """Lines that summarize the errors of fitted and of judged rows."""
+    lines = ["| | rows | median | nine of ten within | within the aim |", "|---|---|---|---|---|"]
+    for kind, aim in AIMS.items():
+        for fitted in (True, False):
+            rows = [(row, getattr(it, kind)) for row, it in predictions if row.fitted == fitted]
+            shares = [number / getattr(row, kind) - 1 for row, number in rows if getattr(row, kind) is not None]
+            if shares:
+                found = errors_of(shares)
+                name = f"{'memory' if kind == 'gib' else kind}, {'fitted' if fitted else 'judged'}"
+                within = sum(abs(share) <= aim for share in shares)
+                cells = (name, str(found.count), f"{found.median:.1%}", f"{found.most:.1%}", f"{within} in {aim:.0%}")
+                lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
-    rows = [row for row in read_rows() if not sys.argv[1:] or re.search(sys.argv[1].removeprefix("--rows="), row.name)]
-    print("| row | | s | dry run | error | GiB | dry run | error |")
-    print("|---|---|---|---|---|---|---|---|")
-    shares: dict[tuple[str, bool], list[float]] = {}
+    wanted = next((word.removeprefix("--rows=") for word in sys.argv[1:] if word.startswith("--rows=")), "")
+    rows = [row for row in read_rows() if re.search(wanted, row.name)]
+    lines = ["| row | | s | dry run | error | GiB | dry run | error |", "|---|---|---|---|---|---|---|---|"]
+    predictions = []
     for row in (row for row in rows if not row.reason):
-        predicted = predict(row)
-        cells = [row.name, "fitted" if row.fitted else "judged"]
-        for kind in AIMS:
-            published, number = getattr(row, kind), getattr(predicted, kind)
-            if published is None:
-                cells += ["-", f"{number:.3g}", "-"]
-                continue
-            share = number / published - 1
-            shares.setdefault((kind, row.fitted), []).append(share)
-            cells += [f"{published:.3g}", f"{number:.3g}", f"{share:+.0%}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-    print()
-    for (kind, fitted), errors in shares.items():
-        found = errors_of(errors, AIMS[kind])
-        print(
-            f"{kind}, {'fitted' if fitted else 'judged'} on {found.count} rows: {found.median:.0%} in the median, "
-            f"nine of ten within {found.most:.0%}, {found.within} within {AIMS[kind]:.0%}"
-        )
-    print()
-    for row in (row for row in rows if row.reason):
-        print(f"not expressed: {row.name}: {row.reason}")
+        predictions.append((row, predict(row)))
+        lines.append(row_line(*predictions[-1]))
+        print(lines[-1], flush=True)
+    summary = errors_lines(predictions)
+    reasons = [f"| {row.name} | {row.reason} |" for row in rows if row.reason]
+    left_out = ["| not expressed | |", "|---|---|", *reasons] if reasons else []
+    print("\n".join(["", *summary, "", *left_out]))
+    if "--write" in sys.argv and not wanted:
+        text = README.read_text()
+        begin = text.index(BEGIN) + len(BEGIN)
+        table = "\n".join(["", *summary, "", *lines, "", *left_out, ""])
+        README.write_text(text[:begin] + table + text[text.index(END) :])
 
 
 if __name__ == "__main__":

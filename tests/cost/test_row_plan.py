@@ -150,7 +150,9 @@ def test_far_ranks_move_rows_over_the_network():
         only = {key: t for key, t in costs.traffic.items() if key[0] == MOVE}
         (first,) = only.values()
         seconds.append(communication(estimate, dataclasses.replace(costs, traffic=only), H100))
-        assert seconds[-1] == pytest.approx(first.count * H100.latency + first.nbytes / (speed * H100.efficiency.message))
+        assert seconds[-1] == pytest.approx(
+            first.count * H100.latency + first.nbytes / (speed * H100.efficiency.message)
+        )
 
 
 @pytest.mark.slow

@@ -65,10 +65,10 @@ class Hardware(NamedTuple):
     tpu: bool = False
 
 
-# Shares that benchmarks/README.md measured on an H200: attention, by torch's FlashAttention-2, is the two of its rows of
-# 4,096 and 32,768 tokens; grouped products 30 and 17 %, where the backward pass has one more of the first kind; a copy
-# 88 % and AdamW 56 % of the bandwidth. `fused` is of the table of a compiled layer. Products of large random matrices
-# reach 79 to 82 %; 74 % in whole steps is fitted by benchmarks/published.py.
+# Shares that benchmarks/README.md measured on an H200. Attention by torch's FlashAttention-2 has the times of its rows
+# of 4,096 and 32,768 tokens. Grouped products reach 30 and 17 %; the backward pass has one more of the first kind. A
+# copy reaches 88 %, AdamW 56 % of the bandwidth. `fused` is of the table of a compiled layer. Products of large random
+# matrices reach 79 to 82 %; 74 % in whole steps is fitted by benchmarks/published.py.
 MEASURED = Efficiency(
     product=0.74,
     attention=0.39,
@@ -236,9 +236,7 @@ def message_seconds(hardware: Hardware, count: float, nbytes: float, near: bool)
     return count * hardware.latency + nbytes / speed
 
 
-def collective_seconds(
-    hardware: Hardware, op: str, count: float, nbytes: float, ranks: int, per_node: int
-) -> float:
+def collective_seconds(hardware: Hardware, op: str, count: float, nbytes: float, ranks: int, per_node: int) -> float:
     """Seconds of `count` collectives over `ranks` devices: an all-reduce sends everything twice, others once.
 
     Rings pass through every device of a node and leave it through a network card of each, so over nodes they have the
