@@ -26,7 +26,7 @@ from funrl.cost.report import DEFAULT
 from funrl.cost.schedules import simulate_shared
 from funrl.cost.search import place_search, search
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
-from funrl.cost.verdict import duration_text, quoted_flags, rates_of, size, table, written_flags
+from funrl.cost.verdict import JUDGED, duration_text, judged_text, quoted_flags, rates_of, size, table, written_flags
 from funrl.flags import parser as flags
 from funrl.flags.arguments import full_source
 from funrl.mesh.plan import RANKS_PER_NODE
@@ -76,10 +76,6 @@ OF_THE_IMAGE = ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "sbi
 CHOSEN = ("mesh", "generate_mesh", "place", "fsdp_axes")  # by the plan
 SHORTEST_GRACE_S = 600  # from SIGTERM to SIGKILL, for the end of a step and its checkpoint
 WITH_BOUND = "8,16,32,64"  # devices that are tried for a bound on the cost, without --gpus
-ESTIMATES = (
-    "seconds and prices are estimates from makers' numbers: 50 % of the FLOPs and 70 % of the bandwidths are assumed;\n"
-    "they have not been compared with published runs"
-)
 PLAN_FLAGS = (
     Flag("gpus", None, str, optional=True, text="devices", chosen=f"8, or {WITH_BOUND} with a bound on the cost"),
     Flag("gpus_per_node", RANKS_PER_NODE, int, optional=False, text="devices of a node", bounds=(at_least(1),)),
@@ -144,7 +140,7 @@ def plan_command(argv: Sequence[str]) -> int:
     plans, problems = _plans(counts, settings, command.compose, devices)
     price = given["gpu_price"]
     print("\n".join([*plans_table(plans, hardware, price), *problems]))
-    print(f"\n{ESTIMATES}\n")
+    print(f"\n{judged_text()}\n")
     bounds = [x for x in (given["gpu_hours"], given["budget"] and given["budget"] / price) if x is not None]
     possible = [plan for plan in plans if plan.fits and plan.gpu_hours <= min(bounds, default=math.inf)]
     if not possible:
@@ -260,7 +256,10 @@ def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) ->
       price: of a device for an hour; None: unknown.
     """
     room = size(HARDWARE[hardware].memory * USABLE)
-    head = ["GPUs", f"memory of {room}", "fits", "a step", "tokens/s a GPU", "run", "GPU-hours", "flags"]
+    time = f"+-{JUDGED['seconds'].most:.0%}"
+    memory = f"memory of {room}, +-{JUDGED['gib'].most:.0%}"
+    head = ["GPUs", memory, "fits", f"a step, {time}", f"tokens/s a GPU, {time}", f"run, {time}"]
+    head += [f"GPU-hours, {time}", "flags"]
     rows = [
         [
             str(plan.gpus),
@@ -275,7 +274,7 @@ def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) ->
         for plan in plans
     ]
     if price is not None:
-        head.insert(-1, "price")
+        head.insert(-1, f"price, {time}")
         for row, plan in zip(rows, plans, strict=True):
             row.insert(-1, f"{plan.gpu_hours * price:,.0f}")
     return table(head, rows)

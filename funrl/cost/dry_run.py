@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,10 +54,11 @@ from funrl.data.supervised import TEXT_FIELDS
 from funrl.environments.agents import AgentMap, parse_agents
 from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES, Mesh, ranks_of, text
-from funrl.mesh.plan import RANKS_PER_NODE, Box, Plan, held, plan, received_bytes, sent_bytes, volume
+from funrl.mesh.plan import RANKS_PER_NODE, Box, Plan, plan, received_bytes, sent_bytes, volume
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.mesh.rows import row_indices, token_bytes
+from funrl.mesh.rules import Layout
 from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.float8_weights import quantized_bytes
@@ -108,7 +109,7 @@ def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, f
     """Bytes of the engine's own weights, and bytes that it shares with the trainer."""
     own = shared = 0.0
     leaves = ((nbytes, is_shared) for _, nbytes, is_shared in _leaves(job, parts, generator))
-    for nbytes, is_shared in itertools.chain(leaves, _base_leaves(job, generator)):
+    for nbytes, is_shared in itertools.chain(leaves, _base_leaves(job, parts, generator)):
         own, shared = (own, shared + nbytes) if is_shared else (own + nbytes, shared)
     return own + _float8_bytes(job, generator.whole.weights.layouts), shared
 
@@ -139,21 +140,27 @@ def _local_bytes(layouts: trees.Tree, dtype: torch.dtype) -> float:
     return float(dtype.itemsize * sum(math.prod(layout.local_shape(0)) for layout in trees.leaves(layouts)))
 
 
-def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, float]) -> Costs:
+def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, float], routed: bool = True) -> Costs:
     """Cost of a sync: the engine's old copy is freed first, and a few buckets are sent at once.
 
     Weights with merged adapters are temporary: each is freed once it is sent. To an engine that adds adapters to a base
     they alone are sent; the first sync of a run, which sends the base, is not counted.
+
+    Args:
+      job, parts, generator: at full depth.
+      resting: bytes by kind that are held.
+      routed: plan the routes, whose gathers may stage more than a bucket.
     """
     engine, _ = engine_bytes(job, parts, generator)
     names = offload.made_weights(parts)
     stored = dict(trees.named(parts.begin.stored))
     merged = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
-    most = max(received_bytes(generator.to_engine), default=0)
+    most = _most_received(_sent_leaves(job, parts, generator))
     weights = resting["weights"] + max(engine, float(merged))
-    bucket = max((staged_bytes(route, BUCKET_BYTES) for route in generator.to_engine.routes), default=0)
-    peak = resting | {"weights": weights, "staging": float(min(2 * bucket, 2 * most))}
-    traffic = {(tracing.RESHARD, "all"): Traffic(1, float(most))} if most else {}
+    routes = generator.to_engine.routes if routed else ()
+    bucket = max((staged_bytes(route, BUCKET_BYTES) for route in routes), default=BUCKET_BYTES)
+    peak = resting | {"weights": weights, "staging": min(2.0 * bucket, 2 * most)}
+    traffic = {(tracing.RESHARD, "all"): Traffic(1, most)} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 
 
@@ -162,34 +169,83 @@ def verifying(job: Job, parts: Parts, generator: Generator, resting: dict[str, f
     mesh = parts.mesh
     seconds = 0.0
     for (old, new), _, is_shared in _leaves(job, parts, generator):
-        numbers = sum(volume(box) for box in ([new] if is_shared else [old, new]) if box is not None)
+        numbers = sum(volume(box) for box in ([new] if is_shared else [old, new]))
         seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
     traffic = {}
     if mesh.world > 1:
-        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * (1 + len(generator.to_engine.names)))
+        digests = 1 + len(trees.leaves(generator.engine.weights.layouts))
+        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * digests)
     return Costs({"other": resting | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)
 
 
-def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
+class SentLeaf(NamedTuple):
+    """A weight of a sync: its layouts in the trainer and in the engine, and the dtype that arrives."""
+
+    name: str
+    stored: Layout
+    wanted: Layout
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the engine of the first rank."""
+        return volume(self.wanted.box(0)) * self.dtype.itemsize
+
+
+def _sent_leaves(job: Job, parts: Parts, generator: Generator) -> list[SentLeaf]:
+    """Weights of each sync: the adapters alone where the engine adds them to its base."""
+    policy = parts.roles[job.main_role].placed
+    stored = parts.begin.stored if generator.base is None else trained_part(policy.model, policy.stored)
+    return _pairs(stored, generator.engine.weights.layouts, job.dtype)
+
+
+def _pairs(stored: trees.Tree, layouts: trees.Tree, dtype: torch.dtype) -> list[SentLeaf]:
+    wanted = dict(trees.named(layouts))
+    dtypes = trees.leaves(weight_dtypes(layouts, dtype))
+    named = zip(trees.named(stored), dtypes, strict=True)
+    return [SentLeaf(name, layout, wanted[name], arriving) for (name, layout), arriving in named]
+
+
+def _most_received(leaves: Sequence[SentLeaf]) -> float:
+    """Bytes of the rank that receives the most: of its parts in the engine all that it does not store."""
+    weights: dict[tuple[Layout, Layout], int] = {}
+    for leaf in leaves:
+        pair = leaf.stored, leaf.wanted
+        weights[pair] = weights.get(pair, 0) + leaf.dtype.itemsize
+    received = np.zeros(1)
+    for (stored, wanted), weight in weights.items():
+        old, new = _boxes(stored), _boxes(wanted)
+        low, high = np.maximum(old[..., 0], new[..., 0]), np.minimum(old[..., 1], new[..., 1])
+        lacks = (new[..., 1] - new[..., 0]).prod(1) - np.maximum(high - low, 0).prod(1)
+        received = received + float(weight) * lacks
+    return float(received.max())
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(layout: Layout) -> np.ndarray:
+    """Boxes of all ranks: [ranks, dims, 2]."""
+    return np.array([layout.box(rank) for rank in range(layout.world)]).reshape(layout.world, len(layout.shape), 2)
+
+
+def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box, Box], int, bool]]:
     """Boxes of each weight in a sync's plan before and after it, its bytes in the engine, and whether it is shared.
 
     A shared weight is the trainer's own tensor, or the copy of it in the dtype to compute in.
     """
-    plan = generator.to_engine
     merged = offload.made_weights(parts)
     own = job.initial_dtype if generator.base is None else job.master
-    for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
-        nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
-        yield (has.old, has.new), nbytes, has.old == has.new and dtype in (own, job.dtype) and name not in merged
+    for leaf in _sent_leaves(job, parts, generator):
+        boxes = leaf.stored.box(0), leaf.wanted.box(0)
+        shared = boxes[0] == boxes[1] and leaf.dtype in (own, job.dtype) and leaf.name not in merged
+        yield boxes, leaf.nbytes, shared
 
 
-def _base_leaves(job: Job, generator: Generator) -> Iterator[tuple[int, bool]]:
+def _base_leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[int, bool]]:
     """Bytes in the engine of each weight of a base that adapters are added to, and whether it is shared."""
     if generator.base is None:
         return
-    plan = generator.base.to_engine
-    for has, dtype in zip(held(plan, 0), plan.dtypes, strict=True):
-        yield 0 if has.new is None else volume(has.new) * dtype.itemsize, has.old == has.new and dtype == job.dtype
+    for leaf in _pairs(parts.begin.stored, generator.whole.weights.layouts, job.dtype):
+        yield leaf.nbytes, leaf.stored.box(0) == leaf.wanted.box(0) and leaf.dtype == job.dtype
 
 
 def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
@@ -538,7 +594,8 @@ def _with_generator(
     phases["generate"], episodes = waiting
     copied = engine + shared if work.pool == "generate" else engine  # nothing is the trainer's there
     phases = {name: plus(costs, {"weights": copied + agents}) for name, costs in phases.items()}
-    phases["reshard"] = resharding(job, parts, parts.generator, served)
+    searched = work.memo is not None and math.isfinite(work.memo.room)
+    phases["reshard"] = resharding(job, parts, parts.generator, served, routed=not searched)
     if job.settings.engines.verify_sync:
         phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, work.hardware)
     return phases, episodes, engine

@@ -492,8 +492,12 @@ def seconds_table(estimate: Estimate, hardware: Hardware) -> str:
         whole = [a + b for a, b in zip(whole, spent, strict=True)]
         useful = f"{100 * estimate.useful[name]:.1f}%" if name in estimate.useful else "-"
         rows.append((name, *_spent(*spent), useful))
-    of_peak, of_bandwidth = hardware.efficiency
-    notes = [f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth"]
+    shares = hardware.efficiency
+    notes = [
+        f"products at {shares.product:.0%} of peak FLOPs, attention at {shares.attention:.0%} and "
+        f"{shares.attention_backward:.0%}, grouped products at {shares.grouped:.0%} and {shares.grouped_backward:.0%}; "
+        f"memory at {shares.memory:.0%} of its bandwidth, collectives at {shares.message:.0%}"
+    ]
     if estimate.useful:
         notes.append("useful: of the FLOPs of all ranks, where each waits for the slowest at every micro-batch")
     head = ("a step of a rank", "FLOPs", "kernels", "collectives", "hidden", "seconds", "useful")

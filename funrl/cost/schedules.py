@@ -89,8 +89,8 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
       item: bytes per number.
     """
     cost = model.abilities.cost
-    speed = hardware.bandwidth * hardware.efficiency[1]
-    rate = {2: hardware.half, 8: hardware.double}.get(item, hardware.single) * hardware.efficiency[0]
+    speed = hardware.bandwidth * hardware.efficiency.memory
+    rate = {2: hardware.half, 8: hardware.double}.get(item, hardware.single) * hardware.efficiency.engine
     own = cost.expert_parameters
     whole = trees.count(model.shapes)
     table = model.config.vocab * model.config.embed
@@ -99,9 +99,9 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
     dense = whole - own - tabled
     routers = model.abilities.routers
     layers = model.config.layers
-    near = tensor <= hardware.node
+    per_node = min(tensor, hardware.node)
     sums = 2 * layers * (tensor > 1)
-    row_sums = collective_seconds(hardware, "all_reduce", 0, 2.0 * layers * model.config.embed * item, tensor, near)
+    row_sums = collective_seconds(hardware, "all_reduce", 0, 2.0 * layers * model.config.embed * item, tensor, per_node)
     flops = 2 * (cost.used_parameters(whole) - tables / 2)
     cached = cost.cached(tensor) * item
     state = cost.state(tensor) * max(item, 4)

@@ -72,6 +72,7 @@ CAPPED = ("decode_kernel", "generate", "layer", "step")  # have --isa=avx2
 PARTS = {
     "handwritten_jax",
     "instruction_set",
+    "published": ("--rows=SFT.8192.recompute.FA3", rf"^\| prime-rl Qwen3-0.6B SFT 8192 .* \| {NUMBER} \| [+-]\d+% \|$"),
     "random_trainer",
     "serve_client",
     "vllm_peer",

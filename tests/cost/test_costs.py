@@ -9,7 +9,7 @@ from funrl.cost import dry_run
 from funrl.cost import verdict as rates
 from funrl.cost.tracing import tracer
 from funrl.cost.tracing.costs import Costs, Traffic, after, along, plus, times
-from funrl.cost.tracing.hardware import collective_seconds, op_seconds
+from funrl.cost.tracing.hardware import KernelWork, collective_seconds, kernel_seconds, op_seconds
 from funrl.cost.tracing.tracer import ShapeMemo, Tracer, scan
 
 
@@ -82,11 +82,31 @@ def test_several_lines_from_one_point():
 
 def test_time_is_bound_by_the_slowest():
     flops, nbytes = 1e15, 1e6
-    assert op_seconds(H100, flops, nbytes, torch.bfloat16) == pytest.approx(1e15 / 989e12 / 0.5)
+    assert op_seconds(H100, flops, nbytes, torch.bfloat16) == pytest.approx(1e15 / 989e12 / 0.74)
     assert op_seconds(H100, 0, 3.35e12, torch.bfloat16) == pytest.approx(1 / 0.7)
     assert op_seconds(H100, 0, 8, torch.bfloat16) == H100.launch
-    ring = collective_seconds(H100, "all_reduce", 0, 450e9, 2, near=True)
+    ring = collective_seconds(H100, "all_reduce", 0, 450e9, 2, per_node=2)
     assert ring == pytest.approx(2 * 0.5 / 0.7)
+
+
+def test_kernels_reach_the_share_of_their_kind():
+    attention = KernelWork(1e15, 0.0, torch.bfloat16, "attention")
+    waiting = attention._replace(tile=1e12)  # FLOPs of a tile, two of which the last of 132 processors compute
+    assert kernel_seconds(H100, attention) == (pytest.approx(1e15 / 989e12 / 0.39), "attention")
+    assert kernel_seconds(H100, waiting)[0] == pytest.approx((1e15 + 2 * 132 * 1e12) / 989e12 / 0.39)
+    joined = KernelWork(0.0, 3.35e12, torch.bfloat16, "elementwise")
+    assert kernel_seconds(H100, joined) == (pytest.approx(H100.efficiency.fused / 0.7), "elementwise")
+    assert kernel_seconds(H100, joined._replace(kind="memory")) == (pytest.approx(1 / 0.7), "memory")
+    assert kernel_seconds(CPU, joined._replace(nbytes=1e10))[0] == pytest.approx(1 / 0.7)  # nothing is compiled
+
+
+def test_rings_over_nodes_use_every_card_of_a_node():
+    def seconds(op, ranks, per_node):
+        return collective_seconds(H100, op, 0, 50e9, ranks, per_node=per_node) * 0.7
+
+    assert seconds("all_gather_into_tensor", 16, 8) == pytest.approx(15 / 16 / 8)
+    assert seconds("all_gather_into_tensor", 16, 1) == pytest.approx(15 / 16)
+    assert seconds("all_to_all_single", 16, 8) == pytest.approx(0.5)  # of each device's bytes leave by its own card
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ AREAL_LENGTHS = LengthLaw(median=6500, spread=1.0, most=27648)
 def areal(staleness):
     model = qwen(embed=1536, layers=28, heads=12, kv_heads=2, mlp=8960)
     engine = engine_times(model, H800)
-    rate = H800.half * H800.efficiency[0]
+    rate = H800.half * H800.efficiency.product
     pair = 2 * model.abilities.cost.queries / rate  # half of the pairs of a row's tokens are attended to
     update = UpdateTimes(ranks=16, token=4 * engine.row, pair=4 * pair, minibatches=4)
     rule = LedgerRule(places=512, staleness=staleness, window=COMPLETION_ORDER)

@@ -132,7 +132,7 @@ def test_a_move_takes_its_bytes_and_its_messages_and_memory_for_both_sides():
     assert result.count == 3 and result.nbytes <= 32 * row and result.nbytes % row == 0
     table = next(t for (op, _), t in moves.traffic.items() if op == "all_reduce")
     assert table.nbytes == 128 * 8 * 3  # of each row its length, its end and its reward
-    latency, speed = CPU.latency, CPU.link * CPU.efficiency[1]
+    latency, speed = CPU.latency, CPU.link * CPU.efficiency.message
     seconds = 4 * latency + result.nbytes / speed + 2 * 3 / 4 * table.nbytes / speed
     assert communication(estimate, moves, CPU) == pytest.approx(seconds)
     assert moves.peak["batch"] > 4 * 32 * row  # rows before and after, a copy of what is sent and one of what comes
@@ -150,7 +150,9 @@ def test_far_ranks_move_rows_over_the_network():
         only = {key: t for key, t in costs.traffic.items() if key[0] == MOVE}
         (first,) = only.values()
         seconds.append(communication(estimate, dataclasses.replace(costs, traffic=only), H100))
-        assert seconds[-1] == pytest.approx(first.count * H100.latency + first.nbytes / (speed * H100.efficiency[1]))
+        assert seconds[-1] == pytest.approx(
+            first.count * H100.latency + first.nbytes / (speed * H100.efficiency.message)
+        )
 
 
 @pytest.mark.slow

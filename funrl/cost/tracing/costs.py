@@ -27,6 +27,7 @@ class Costs:
         sum was the largest.
       flops: FLOPs of matrix products and attention.
       seconds: seconds of all kernels, each bound by arithmetic, memory or its launch; without collectives.
+      bounds: these seconds by what bounds a kernel, see `hardware.kernel_seconds`.
       traffic: traffic by (collective, name of the process group).
       early: part of `traffic` that starts before it is needed, so that kernels run meanwhile.
       cover: part of `seconds` of kernels that run while a collective runs.
@@ -41,6 +42,7 @@ class Costs:
     early: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     cover: float = 0.0
     weight_bytes: dict[str, float] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> dict[str, float]:
@@ -84,6 +86,7 @@ def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
         early=sent(*(costs.early for costs in every)),
         cover=line(*(costs.cover for costs in every)),
         weight_bytes=lines(*(costs.weight_bytes for costs in every)),
+        bounds=lines(*(costs.bounds for costs in every)),
     )
 
 
@@ -92,9 +95,9 @@ def times(costs: Costs, n: float) -> Costs:
     traffic, early = (
         {k: Traffic(t.count * n, t.nbytes * n) for k, t in sent.items()} for sent in (costs.traffic, costs.early)
     )
-    written = {name: nbytes * n for name, nbytes in costs.weight_bytes.items()}
+    written, bounds = ({name: x * n for name, x in sums.items()} for sums in (costs.weight_bytes, costs.bounds))
     costs = replace(costs, flops=costs.flops * n, seconds=costs.seconds * n, cover=costs.cover * n)
-    return replace(costs, traffic=traffic, early=early, weight_bytes=written)
+    return replace(costs, traffic=traffic, early=early, weight_bytes=written, bounds=bounds)
 
 
 def after(first: Costs, second: Costs) -> Costs:
@@ -109,11 +112,12 @@ def after(first: Costs, second: Costs) -> Costs:
             add_traffic(sent, key, *more)
     flops = first.flops + second.flops
     seconds = first.seconds + second.seconds
-    written = {**first.weight_bytes}
-    for name, nbytes in second.weight_bytes.items():
-        written[name] = written.get(name, 0.0) + nbytes
+    written, bounds = (
+        {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+        for one, other in ((first.weight_bytes, second.weight_bytes), (first.bounds, second.bounds))
+    )
     cover = first.cover + second.cover
-    return Costs(peaks, flops, seconds, traffic, early, cover=cover, weight_bytes=written)
+    return Costs(peaks, flops, seconds, traffic, early, cover=cover, weight_bytes=written, bounds=bounds)
 
 
 def add_traffic(sent: dict[tuple[str, str], Traffic], key: tuple[str, str], count: float, nbytes: float) -> None:

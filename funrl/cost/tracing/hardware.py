@@ -10,8 +10,34 @@ from funrl.compiled_kernels.gpu_kernels.trials import AssumedGPU
 from funrl.mesh.plan import RANKS_PER_NODE
 
 
+class Efficiency(NamedTuple):
+    """Shares of a data sheet's numbers that kernels reach, by their kind.
+
+    Attributes:
+      product: share of the peak FLOPs of matrix products.
+      attention, attention_backward: of attention over whole tiles.
+      grouped, grouped_backward: of products of experts, and of those of their weights' gradients.
+      engine: of products of an engine's iterations.
+      memory: share of the bandwidth that other kernels reach.
+      message: share of the bandwidths of link and network.
+      fused: time of elementwise kernels of compiled layers, as a share of their time one by one.
+      tiles: tiles of the longest row that attention takes longer, as its last processors wait for them.
+    """
+
+    product: float = 0.5
+    attention: float = 0.5
+    attention_backward: float = 0.5
+    grouped: float = 0.5
+    grouped_backward: float = 0.5
+    engine: float = 0.5
+    memory: float = 0.7
+    message: float = 0.7
+    fused: float = 1.0
+    tiles: float = 0.0
+
+
 class Hardware(NamedTuple):
-    """One device: numbers of its data sheet, and the share that a program reaches.
+    """One device: numbers of its data sheet, and the shares that kernels reach.
 
     Attributes:
       memory: size of memory in bytes.
@@ -21,7 +47,8 @@ class Hardware(NamedTuple):
       network: bytes per second and direction from a device to other nodes.
       launch: seconds of the smallest kernel.
       latency: seconds of the smallest collective.
-      efficiency: assumed share of the peak FLOPs, and of every bandwidth.
+      processors: parts of the device that compute tiles of attention at the same time.
+      efficiency: shares that kernels reach.
       accelerator: whether it multiplies 16-bit matrices into 32 bits without copying them.
       tpu: whether it is a TPU, for which another program is compiled.
       gpu: its L2 cache and processors, for kernels that work on blocks in the cache.
@@ -37,30 +64,90 @@ class Hardware(NamedTuple):
     network: float
     launch: float = 5e-6
     latency: float = 20e-6
-    efficiency: tuple[float, float] = (0.5, 0.7)
+    processors: int = 1
+    efficiency: Efficiency = Efficiency()
     accelerator: bool = True
     tpu: bool = False
     gpu: AssumedGPU = AssumedGPU()
     node: int = RANKS_PER_NODE
 
 
+# Shares that benchmarks/README.md measured on an H200. Attention by torch's FlashAttention-2 has the times of its rows
+# of 4,096 and 32,768 tokens. Grouped products reach 30 and 17 %; the backward pass has one more of the first kind. A
+# copy reaches 88 %, AdamW 56 % of the bandwidth. `fused` is of the table of a compiled layer. Products of large random
+# matrices reach 79 to 82 %; 74 % in whole steps is fitted by benchmarks/published.py.
+MEASURED = Efficiency(
+    product=0.74,
+    attention=0.39,
+    attention_backward=0.35,
+    grouped=0.3,
+    grouped_backward=0.12,
+    fused=43 / 115,
+    tiles=2.0,
+)
+# FlashAttention-2 on an A100: arXiv 2307.08691, up to 73 and 63 %.
+AMPERE = MEASURED._replace(attention=0.7, attention_backward=0.6)
+# FlashAttention-3 on Hopper: pytorch/benchmark#2391 forward, 621 TFLOP/s at 16,384 tokens; arXiv 2407.08608 backward.
+FLASH_ATTENTION_3 = {"attention": 0.62, "attention_backward": 0.5}
+
+
 # Dense numbers without sparsity, SXM or OAM forms; 400 Gbit/s of network for each device (A100: 200). `cpu` is one core
 # of a server with its share of the memory.
 HARDWARE = {
     "a100": Hardware(
-        memory=80e9, half=312e12, single=156e12, double=19.5e12, bandwidth=2.04e12, link=300e9, network=25e9
+        memory=80e9,
+        half=312e12,
+        single=156e12,
+        double=19.5e12,
+        bandwidth=2.04e12,
+        link=300e9,
+        network=25e9,
+        processors=108,
+        efficiency=AMPERE,
     ),
     "h100": Hardware(
-        memory=80e9, half=989e12, single=495e12, double=67e12, bandwidth=3.35e12, link=450e9, network=50e9
+        memory=80e9,
+        half=989e12,
+        single=495e12,
+        double=67e12,
+        bandwidth=3.35e12,
+        link=450e9,
+        network=50e9,
+        processors=132,
+        efficiency=MEASURED,
     ),
     "h200": Hardware(
-        memory=141e9, half=989e12, single=495e12, double=67e12, bandwidth=4.8e12, link=450e9, network=50e9
+        memory=141e9,
+        half=989e12,
+        single=495e12,
+        double=67e12,
+        bandwidth=4.8e12,
+        link=450e9,
+        network=50e9,
+        processors=132,
+        efficiency=MEASURED,
     ),
     "gb200": Hardware(  # one of the two GPUs of a superchip
-        memory=186e9, half=2500e12, single=1250e12, double=45e12, bandwidth=8e12, link=900e9, network=50e9
+        memory=186e9,
+        half=2500e12,
+        single=1250e12,
+        double=45e12,
+        bandwidth=8e12,
+        link=900e9,
+        network=50e9,
+        processors=148,
+        efficiency=MEASURED,
     ),
     "mi300x": Hardware(
-        memory=192e9, half=1307e12, single=654e12, double=163e12, bandwidth=5.3e12, link=448e9, network=50e9
+        memory=192e9,
+        half=1307e12,
+        single=654e12,
+        double=163e12,
+        bandwidth=5.3e12,
+        link=448e9,
+        network=50e9,
+        processors=304,
+        efficiency=MEASURED,
     ),
     # TPUs: docs.cloud.google.com/tpu/docs/v5e, v5p and v6e. They multiply 32 bits in six passes of 16; the link is one
     # direction of all ICI links of a chip, and the network a chip's share of the data center's (6.4 and 25.6 Tbit/s of
@@ -112,10 +199,45 @@ def hardware_of(device: str) -> Hardware:
 
 
 def op_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: torch.dtype) -> float:
-    """Seconds of a kernel: the longest of its arithmetic, its reads and writes, and its launch."""
-    rate = {2: hardware.half, 4: hardware.single, 8: hardware.double}.get(dtype.itemsize, hardware.single)
-    of_peak, of_bandwidth = hardware.efficiency
-    return max(flops / (rate * of_peak), nbytes / (hardware.bandwidth * of_bandwidth), hardware.launch)
+    """Seconds of a product or of a kernel without one: the longest of arithmetic, reads and writes, and launch."""
+    return kernel_seconds(hardware, KernelWork(flops, nbytes, dtype))[0]
+
+
+class KernelWork(NamedTuple):
+    """Work of one call of a kernel.
+
+    Attributes:
+      flops: of products and attention.
+      nbytes: that it reads and writes.
+      dtype: of its first result.
+      kind: "elementwise", or the name of the share of the peak FLOPs that it reaches, as in `Efficiency`.
+      tile: FLOPs of the longest row's tile of attention.
+    """
+
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+    kind: str = "product"
+    tile: float = 0.0
+
+
+def kernel_seconds(hardware: Hardware, work: KernelWork) -> tuple[float, str]:
+    """Seconds of a kernel, and what bounds it: its kind, "memory" or "launch"."""
+    shares = hardware.efficiency
+    rate = {2: hardware.half, 4: hardware.single, 8: hardware.double}.get(work.dtype.itemsize, hardware.single)
+    elementwise = work.kind == "elementwise"
+    factor = shares.fused if elementwise else 1.0
+    moving = factor * work.nbytes / (hardware.bandwidth * shares.memory)
+    computing = 0.0
+    if work.flops:
+        waiting = shares.tiles * hardware.processors * work.tile
+        computing = (work.flops + waiting) / (rate * getattr(shares, work.kind))
+    bounds = (
+        (computing, work.kind),
+        (moving, "elementwise" if elementwise else "memory"),
+        (factor * hardware.launch, "launch"),
+    )
+    return max(bounds)
 
 
 def message_seconds(hardware: Hardware, count: float, nbytes: float, near: bool) -> float:
@@ -125,17 +247,25 @@ def message_seconds(hardware: Hardware, count: float, nbytes: float, near: bool)
       nbytes: total bytes.
       near: whether all ranks are in one node.
     """
-    speed = (hardware.link if near else hardware.network) * hardware.efficiency[1]
+    speed = (hardware.link if near else hardware.network) * hardware.efficiency.message
     return count * hardware.latency + nbytes / speed
 
 
-def collective_seconds(hardware: Hardware, op: str, count: float, nbytes: float, ranks: int, near: bool) -> float:
-    """Seconds of `count` ring collectives over `ranks` devices: an all-reduce sends everything twice, others once.
+def collective_seconds(hardware: Hardware, op: str, count: float, nbytes: float, ranks: int, per_node: int) -> float:
+    """Seconds of `count` collectives over `ranks` devices: an all-reduce sends everything twice, others once.
+
+    Rings pass through every device of a node and leave it through a network card of each, so over nodes they have the
+    cards of a node together; an all-to-all sends each device's share through its own card.
 
     Args:
       nbytes: total bytes of the larger side, input or result.
-      near: whether all ranks are in one node.
+      per_node: ranks of the group on a node.
     """
     passes = (2 if op.startswith("all_reduce") else 1) * (ranks - 1) / ranks
-    speed = (hardware.link if near else hardware.network) * hardware.efficiency[1]
-    return count * hardware.latency + passes * nbytes / speed
+    speed = hardware.link
+    if ranks > per_node and op.startswith("all_to_all"):
+        passes = (ranks - per_node) / ranks
+        speed = hardware.network
+    elif ranks > per_node:
+        speed = min(hardware.link, hardware.network * per_node)
+    return count * hardware.latency + passes * nbytes / (speed * hardware.efficiency.message)

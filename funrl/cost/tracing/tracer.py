@@ -44,7 +44,7 @@ from funrl.compiled_kernels.gpu_kernels.trials import assume_kernels
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.tracing.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, after
-from funrl.cost.tracing.hardware import Hardware, op_seconds
+from funrl.cost.tracing.hardware import Hardware, KernelWork, kernel_seconds
 from funrl.data.packing import UNIT, RowCost
 from funrl.models.decoder.ring_attention import seen_pairs
 from funrl.optim.base import Transformation, within
@@ -62,6 +62,7 @@ class Operator(NamedTuple):
       by_shapes: whether the shapes of results do not depend on values of tensors.
       idle: whether its results are views of its arguments.
       flops: (arguments, `out_val`) -> FLOPs; None: it has no matrix product.
+      kind: of its work, as in `KernelWork`.
     """
 
     func: Any
@@ -71,14 +72,7 @@ class Operator(NamedTuple):
     by_shapes: bool
     idle: bool
     flops: Callable | None
-
-
-class OperatorWork(NamedTuple):
-    """Work of one call of an operator; `dtype` is that of its first result."""
-
-    flops: float
-    nbytes: float
-    dtype: torch.dtype
+    kind: str
 
 
 @functools.cache
@@ -104,12 +98,16 @@ def _facts_of(func: Any) -> Operator:
     by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
     by_shapes |= name.startswith("_foreach_")
     mutable = func._schema.is_mutable
-    return Operator(func, namespace, name, mutable=mutable, by_shapes=by_shapes, idle=idle, flops=flops)
+    kind = _KINDS.get(packet, "product")
+    if flops is None:
+        fuses = namespace == "aten" and (torch.Tag.pointwise in func.tags or name in _FUSED)
+        kind = "elementwise" if fuses else "memory"
+    return Operator(func, namespace, name, mutable=mutable, by_shapes=by_shapes, idle=idle, flops=flops, kind=kind)
 
 
 def work_of(
     func: Any, operator: Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
-) -> OperatorWork | None:
+) -> KernelWork | None:
     """Work of one call; None: no work."""
     flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
     if not flops and (operator.idle or operator.name in _UNWRITTEN):
@@ -121,7 +119,8 @@ def work_of(
     if operator.mutable and not func._schema.returns and packet not in _BYTES:
         written = zip(args, func._schema.arguments, strict=False)
         nbytes += nbytes_of(x for x, argument in written if argument.alias_info and argument.alias_info.is_write)
-    return OperatorWork(flops, nbytes, outs[0].dtype if outs else torch.float32)
+    tile = _TILES[packet](*args) if packet in _TILES else 0.0
+    return KernelWork(flops, nbytes, outs[0].dtype if outs else torch.float32, operator.kind, tile)
 
 
 def nbytes_of(values: Any) -> int:
@@ -141,6 +140,12 @@ def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
     """FLOPs of the two matrix products of `varlen_attention`: over pairs of a token and one it attends to."""
     pairs = int(RowCost(1.0, window or None).work(offsets.diff().numpy()).sum()) / UNIT - int(offsets[-1])
     return 4 * q.shape[1] * q.shape[2] * pairs
+
+
+def _tile_flops(q: Tensor, offsets: Tensor, window: int) -> float:
+    """FLOPs of one tile of queries of the longest row."""
+    longest = int(offsets.diff().max())
+    return 4.0 * TILE * q.shape[2] * min(longest, window or longest)
 
 
 def _ringed(q: Tensor, offsets: Tensor, first: int, source: int, window: int, *_: float) -> float:
@@ -186,6 +191,23 @@ _ROOMS = {  # bytes that operators allocate and free
     torch.ops.funrl.delta_rule.default: lambda q, k, v, *_: rule_room(q, v),
     torch.ops.funrl.delta_rule_backward.default: lambda d_out, d_end, q, k, v, *_: rule_gradient_room(q, v),
 }
+TILE = 128  # queries of a tile of attention
+_TILES = {  # (arguments) -> FLOPs of the longest row's tile
+    torch.ops.funrl.varlen_attention: lambda q, k, v, offsets, window, *_: _tile_flops(q, offsets, window),
+    torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
+        2.5 * _tile_flops(q, offsets, window)
+    ),
+}
+_KINDS = {  # of operators whose products reach a share of their own; see `Efficiency`
+    torch.ops.funrl.varlen_attention: "attention",
+    torch.ops.funrl.varlen_attention_backward: "attention_backward",
+    torch.ops.funrl.ring_part: "attention",
+    torch.ops.funrl.ring_part_backward: "attention_backward",
+    torch.ops.funrl.grouped_linear: "grouped",
+    torch.ops.funrl.grouped_weight: "grouped_backward",
+}
+# Operators that a compiled layer joins with elementwise ones; reductions over a row read what the row's kernel has.
+_FUSED = ("_to_copy", "clone", "copy_", "mean", "sum", "amax", "cat", "fill_", "zeros_like", "expand", "slice_backward")
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # operators that only allocate
 _BYTES = {  # of operators that do not read all of their arguments, or write to some that they read
     torch.ops.funrl.adamw_leaves: lambda grads, mu, nu, *rest: nbytes_of((grads, mu, mu, nu, nu, rest)),
@@ -520,7 +542,7 @@ _SUMS = (
 )
 _ROTATIONS = (_aten.cos.default, _aten.sin.default)  # of positions, which are real: no program reads them
 _ROOM = (_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default)  # used to pack and unpack messages
-_UNCOUNTED = OperatorWork(0.0, 0.0, torch.float32)  # what a cache returns for a call that it has not seen
+_UNCOUNTED = KernelWork(0.0, 0.0, torch.float32)  # what a cache returns for a call that it has not seen
 
 
 @functools.cache
@@ -571,6 +593,7 @@ class Tracer(TorchDispatchMode):
         self.logits = frozenset(logits)
         self.cache = cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
+        self.times: dict[KernelWork, tuple[float, str]] = {}
         self.live: dict[int, tuple[int, str, Any]] = {}
         self.held: dict[str, float] = dict.fromkeys(MEMORY_KINDS, 0.0)
         self.sum = 0.0
@@ -770,7 +793,7 @@ class Tracer(TorchDispatchMode):
         message = _Message(key, nbytes, self.now.seconds)
         self.under_way |= {x.untyped_storage()._cdata: message for x in outs}
 
-    def _count(self, key: Any, count_work: Callable[[], OperatorWork | None]) -> OperatorWork | None:
+    def _count(self, key: Any, count_work: Callable[[], KernelWork | None]) -> KernelWork | None:
         """Add the work of a call to the phase, and return it.
 
         Args:
@@ -784,8 +807,12 @@ class Tracer(TorchDispatchMode):
             if key is not None:
                 works[key] = work
         if work is not None:
-            seconds = op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
+            known = self.times.get(work)
+            if known is None:
+                known = self.times[work] = kernel_seconds(self.hardware, work)
+            seconds, bound = known
             self.now.flops += work.flops
+            self.now.bounds[bound] = self.now.bounds.get(bound, 0.0) + seconds
             self.now.seconds += seconds
             self.now.cover += seconds * bool(self.under_way)
         return work

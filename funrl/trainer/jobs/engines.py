@@ -319,14 +319,14 @@ def _ray_generator(job: Job, placed: Placed, sizes: dict[str, int]) -> Generator
     outside = Mesh(sizes, rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
     form = dataclasses.replace(native_weights(placed.model, outside, job.dtype), float8=job.settings.engines.float8)
     engine = RayEngine(form, placed.stored, placed.mesh)
-    to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
-    return Generator(cast(Engine, engine), outside, to_engine, proof=SyncProof())
+    dtypes = weight_dtypes(placed.stored, job.dtype)
+    make_plan = functools.cache(functools.partial(plan, placed.stored, placed.stored, dtypes, ranks_per_node()))
+    return Generator(cast(Engine, engine), outside, make_plan, proof=SyncProof())
 
 
-def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> Plan:
-    """The plan from layouts on a mesh to those of an engine."""
+def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> Callable[[], Plan]:
+    """Maker of the plan from layouts on a mesh to those of an engine; thousands of ranks take seconds."""
     wanted = weights.layouts
     dtypes = weight_dtypes(wanted, job.dtype)
-    if job.placement is None:
-        return plan(stored, wanted, dtypes, ranks_per_node())
-    return plan(stored, wanted, dtypes, ranks_per_node(), src_ranks=mesh.ranks, dst_ranks=weights.mesh.ranks)
+    ranks = {} if job.placement is None else {"src_ranks": mesh.ranks, "dst_ranks": weights.mesh.ranks}
+    return functools.cache(functools.partial(plan, stored, wanted, dtypes, ranks_per_node(), **ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -30,11 +30,16 @@ class AdaptedBase(NamedTuple):
 
     Attributes:
       engine: without adapters.
-      to_engine: the plan from the base's stored layouts to the engine's.
+      make_plan: () -> the plan from the base's stored layouts to the engine's, made once.
     """
 
     engine: NativeEngine
-    to_engine: Plan
+    make_plan: Callable[[], Plan]
+
+    @property
+    def to_engine(self) -> Plan:
+        """The plan from the base's stored layouts to the engine's."""
+        return self.make_plan()
 
 
 class FrozenAgent(NamedTuple):
@@ -54,8 +59,8 @@ class Generator(NamedTuple):
 
     Attributes:
       engine: on `mesh`. Where it adds the policy's adapters to a base, its weights are theirs alone.
-      to_engine: the plan from the policy's stored layouts to the engine's; where the engine takes merged adapters, from
-        those of the weights that these are merged in.
+      make_plan: () -> the plan from the policy's stored layouts to the engine's, made once; where the engine takes
+        merged adapters, from those of the weights that these are merged in.
       proof: that the engine holds the weights of the newest sync.
       base: None where the engine's weights are the whole policy.
       frozen: models of agents that do not learn, by name.
@@ -64,11 +69,16 @@ class Generator(NamedTuple):
 
     engine: Engine
     mesh: Mesh
-    to_engine: Plan
+    make_plan: Callable[[], Plan]
     proof: SyncProof
     base: AdaptedBase | None = None
     frozen: Mapping[str, FrozenAgent] = {}
     policies: Mapping[str, NativeEngine | RemoteEngine] = {}
+
+    @property
+    def to_engine(self) -> Plan:
+        """The plan by which the policy's weights come to the engine."""
+        return self.make_plan()
 
     @property
     def sync_bytes(self) -> int:
