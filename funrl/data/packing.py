@@ -409,9 +409,7 @@ def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
     order = np.lexsort((units.work, homes))
     ends = np.cumsum(np.bincount(homes, minlength=rule.ranks)).tolist()
     columns = units.ascending(order)
-    parts = [
-        _Ascending(*(column[begin:end] for column in columns)) for begin, end in itertools.pairwise([0, *ends])
-    ]
+    parts = [_Ascending(*(column[begin:end] for column in columns)) for begin, end in itertools.pairwise([0, *ends])]
     full = [_fill(part, alone, level=False) for part in parts]
     deep = max([1, *(max(bins, default=0) + 1 for bins in full)])
     plans = [full]
