@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class Recorder:
     @contextlib.contextmanager
     def recording(self):
         """Record what goes through `torch.distributed` from this program."""
-        patches = {name: self._recorded(getattr(dist, name), name) for name in _CALLS}
+        patches: dict[str, Any] = {name: self._recorded(getattr(dist, name), name) for name in _CALLS}
         patches |= {name: self._message(getattr(dist, name), name) for name in ("isend", "irecv")}
         with mock.patch.object(collectives, "_c10d", self), mock.patch.multiple(dist, **patches):
             yield self

@@ -570,7 +570,7 @@ class GroupGenerators:
         if isinstance(collected, WrittenGroup):
             for note in collected.notes:
                 self.show.note(note)
-            raise RewardError(collected.problem)
+            raise RewardError(collected.problem or "a group has no rows")
         for group in collected.groups.values():
             for note in group.notes:
                 self.show.note(note)
