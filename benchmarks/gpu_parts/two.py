@@ -1,4 +1,4 @@
-"""What may break first on two GPUs: captured sums, groups without ranks, hooks, objects, and weights beside."""
+"""Checks of what may break first on two GPUs: captured sums, groups, hooks, objects and weights beside."""
 
 from __future__ import annotations
 
