@@ -11,12 +11,20 @@ of functions too, which do not depend on the machine.
 - `score`: micro-batches of rows where they are; `plan`: ranks and micro-batches of the update, of 1 and 4 mini-batches.
 - `move`: the request for the rows, and messages from replicas; `exchange`: the same between meshes of one run.
 - `advantages`: GRPO's and the metrics of rows, with the tokens of this rank's own rows alone.
+
+Then what a rank or the watch does once or beside the steps, which the sum leaves out:
+
+- `signs of life`: the watch reads the records of all ranks, once a second.
+- `process groups`: of all combinations of four axes; each is one call of NCCL, which is not made.
+- `weights`: plan of the weights of a Llama 70B, fully sharded, to engines on tp8.
+- `checkpoint`: the chunks that a rank writes of that model and its optimizer, and how many of all are below a mebibyte.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import multiprocessing
 import pickle
 import sys
@@ -33,14 +41,24 @@ import torch
 import torch.distributed as dist
 from data_plane import COST, SEGMENTS, fake_mesh
 
+from funrl import trees
 from funrl.algos.recipes.grpo import grpo
 from funrl.batch import as_dict
 from funrl.data.packing import pack, packed_sizes
 from funrl.data.prompts import Example
-from funrl.mesh.mesh import Mesh, single
+from funrl.mesh import launch as launching
+from funrl.mesh import rules
+from funrl.mesh.mesh import Mesh, parse, single
+from funrl.mesh.plan import plan
 from funrl.mesh.pools import channel
 from funrl.mesh.pools.handover import Handover, messages_from
 from funrl.mesh.rows import move_rows
+from funrl.models import decoder_config
+from funrl.models.decoder import weights
+from funrl.processes.heartbeat import Heartbeat, Link
+from funrl.processes.store import SIGNS
+from funrl.processes.watch import WaitLimits
+from funrl.processes.watch import Watch as RunWatch
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.placement import board
@@ -57,11 +75,15 @@ from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import pack_in_place
 from funrl.trainer.steps.step_rows import Rows, rows_of
+from funrl.trainer.storage.shards import own_shards
 
 T = TypeVar("T")
 BUDGET = 65536
 TOKENS = 8  # of a completion that is really there
 FORK = multiprocessing.get_context("fork")
+LLAMA_70B = decoder_config(
+    vocab=128256, embed=8192, layers=80, heads=64, kv_heads=8, head=128, mlp=28672, max_positions=512, eos=(1,), pad=0
+)
 EXAMPLE = Example([1, 2, 3, 4], "1+1=", {})
 
 
@@ -193,7 +215,36 @@ def measure(options: argparse.Namespace, port: int) -> None:
     chain = grpo().advantage
     assert chain is not None
     watch.line("advantages", lambda: advantages(chain, chain.init(), scored))
-    print(f"{'in all':34} {watch.seconds:8.3f} s, {len(lengths):,} rows on {options.ranks:,} ranks")
+    print(f"{'in all':34} {watch.seconds:8.3f} s, {len(lengths):,} rows on {options.ranks:,} ranks", flush=True)
+    measure_run(options, watch)
+
+
+def measure_run(options: argparse.Namespace, watch: Watch) -> None:
+    """Lines of what does not belong to a step."""
+    store = dist.HashStore()
+    record = Heartbeat(Link()).record()
+    for rank in range(options.ranks):
+        store.set(f"{SIGNS}/{rank}", record)
+    ranks = RunWatch(store, options.ranks, WaitLimits())
+    ranks.in_steps()  # from now on all have begun
+    watch.line("signs of life", ranks.poll, False)
+    sizes = parse(f"dp{options.ranks // 64},ep2,sp4,tp8")
+    names = itertools.count()
+    group = mock.patch.object(
+        dist, "split_group", lambda split_ranks, timeout: SimpleNamespace(group_name=f"group {next(names)}")
+    )
+    with group, mock.patch.object(launching, "_splits", lambda everyone: True):
+        watch.line("process groups", lambda: launching.groups(sizes), False)
+    shapes, axes = weights.shapes(LLAMA_70B), weights.axes(LLAMA_70B)
+    training = parse(f"dp{options.ranks}")
+    stored = rules.layouts(shapes, axes, rules.fully_sharded(rules.STORED), training)
+    whole = rules.layouts(shapes, axes, rules.GENERATE, parse(f"dp{options.ranks // 8},tp8"))
+    watch.line("weights", lambda: plan(stored, whole, torch.bfloat16), False)
+    layouts = {f"{part}/{name}": item for part in ("params", "m", "v") for name, item in trees.named(stored)}
+    tensors = {name: torch.empty(item.local_shape(), device="meta") for name, item in layouts.items()}
+    own = watch.line("checkpoint", lambda: own_shards(tensors, layouts, Mesh(training), join=True), False)
+    small = sum(math.prod(x.chunk) * 4 < min(1 << 20, math.prod(x.shape) * 4) for x in own.arrays.values())
+    print(f"{len(own.parts):,} chunks of a rank; {small} of {len(own.arrays):,} arrays have chunks below a mebibyte")
 
 
 def main() -> None:

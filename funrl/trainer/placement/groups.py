@@ -56,11 +56,13 @@ from funrl.trainer.placement.messages import (
     WrittenRows,
     age_metrics,
     baseline_of,
+    group_of,
     in_place_of,
     join_written,
     joined_rollout,
     joined_rows,
     own_fields,
+    plain_group,
     prompts_at,
     remote_rows,
     without_rows,
@@ -209,6 +211,7 @@ class GroupGenerators:
         if self.ahead:
             engine.held = self._board.holds
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
+        self._failed: WrittenGroup | None = None  # the first that ends the run
         self._counts: dict[str, float] = {}  # metrics of places in the newest step
         self._waited_s = 0.0
 
@@ -579,7 +582,14 @@ class GroupGenerators:
     def _gathered(self, numbers: Sequence[int], name: str) -> CollectedGroups | WrittenGroup:
         """Some groups that have ended, or else those of the next batch; a group that ends the run. Collective."""
         groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
-        return from_first_rank(groups and collect_groups(groups), self.mesh)
+        collected = groups and collect_groups(groups)
+        if isinstance(collected, CollectedGroups):
+            collected = ([plain_group(group) for group in collected.groups.values()], *collected[1:])
+        collected = from_first_rank(collected, self.mesh)
+        if isinstance(collected, WrittenGroup):
+            return collected
+        plain, *rows = collected
+        return CollectedGroups({group.work.number: group for group in map(group_of, plain)}, *rows)
 
     def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
         """Wait until `look` gives a result on the first rank; None on the others. Collective.
@@ -627,19 +637,24 @@ class GroupGenerators:
         Args:
           awaited: numbers of groups; none: those of the batch.
         """
-        if problems := [item for item in self._written.items() if item[1].problem is not None]:
-            return dict(problems[:1])
+        if self._failed is not None:
+            return {self._failed.work.number: self._failed}
         ledger.fill_batch()
         numbers = awaited
         if not awaited and len(ledger.batch) == self._rule.places:
             numbers = [self._numbers[place] for place in sorted(ledger.batch)]
-        if not numbers or not self._written.keys() >= set(numbers):
+        if not numbers or len(self._written) < len(numbers) or not self._written.keys() >= set(numbers):
             return None
         return {number: self._written.pop(number) for number in numbers}
 
+    def _keep_written(self, group: WrittenGroup) -> None:
+        self._written[group.work.number] = group
+        if group.problem is not None:
+            self._failed = self._failed or group
+
     def _deliver(self, ledger: Ledger, group: WrittenGroup) -> None:
         """Note a delivered group."""
-        self._written[group.work.number] = group
+        self._keep_written(group)
         place = group.work.place
         if place is None or group.problem is not None:
             return

@@ -24,7 +24,7 @@ from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import WrittenSamples
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
-from funrl.trainer.sources.pending_rewards import add_totals
+from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.prompts import BASELINE_SEED, baseline_sampling
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
@@ -192,6 +192,7 @@ class WrittenGroup(NamedTuple):
       problem: message of the `RewardError` that ends the run; None without one.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
+      totals: rows on which a reward function failed, and totals of all rows as in `Rollout`; of a group `without_rows`.
     """
 
     generator: int
@@ -205,6 +206,7 @@ class WrittenGroup(NamedTuple):
     problem: str | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
+    totals: tuple[int, Totals, Totals] = (0, {}, {})
 
 
 class GroupFields(NamedTuple):
@@ -318,27 +320,34 @@ def switches_of(versions: Tensor) -> list[tuple[int, int]]:
     return [(begin, int(versions[begin])) for begin in begins]
 
 
-NO_ROWS = np.zeros(0, dtype=np.int64)
-
-
 def without_rows(group: WrittenGroup) -> WrittenGroup:
-    """A group without its rows but with what `in_place_of` reads of them."""
+    """A group without its rows but with their totals."""
     written = group.written
     if written is None:
         return group
-    facts = {name: written.rollout[name] for name in ("entries", "episodes")}
-    failed = {"failed": written.fields["failed"]} if "failed" in written.fields else {}
-    return group._replace(written=WrittenRows(facts, NO_ROWS, failed, {}, {}), baseline=None)
+    failed = written.fields.get("failed")
+    count = 0 if failed is None else int(failed.sum())
+    totals = (count, written.rollout["entries"], written.rollout["episodes"])
+    return group._replace(written=None, baseline=None, totals=totals)
+
+
+def plain_group(group: WrittenGroup) -> tuple[Any, ...]:
+    """A group as plain tuples, many of which are sent in a fraction of the time; see `group_of`."""
+    number, place, prompt, *further = group.work
+    return (group.generator, (number, place, tuple(prompt), *further), *group[2:])
+
+
+def group_of(values: Sequence[Any]) -> WrittenGroup:
+    """The group of the values of `plain_group`."""
+    generator, (number, place, prompt, *further), *facts = values
+    return WrittenGroup(generator, GroupWork(number, place, GroupPrompt(*prompt), *further), *facts)
 
 
 def in_place_of(lost: WrittenGroup | None, group: WrittenGroup) -> WrittenGroup:
     """A group that has taken the place of one which the filter has dropped, with the prompt of that among its own."""
-    if lost is None or lost.written is None:
+    if lost is None:
         return group
-    facts = lost.written.rollout
-    failed = lost.written.fields.get("failed")
-    count = 0 if failed is None else int(failed.sum())
-    prompt = DroppedPrompt(lost.work.prompt.position, count, facts["entries"], facts["episodes"])
+    prompt = DroppedPrompt(lost.work.prompt.position, *lost.totals)
     return group._replace(dropped=[*lost.dropped, prompt], waited_s=group.waited_s + lost.waited_s)
 
 
