@@ -23,6 +23,7 @@ Then what a rank or the watch does once or beside the steps, which the sum leave
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import math
 import multiprocessing
@@ -80,7 +81,7 @@ from funrl.trainer.storage.shards import own_shards
 T = TypeVar("T")
 BUDGET = 65536
 TOKENS = 8  # of a completion that is really there
-FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")  # a fork would share pages with the process that is measured
 LLAMA_70B = decoder_config(
     vocab=128256, embed=8192, layers=80, heads=64, kv_heads=8, head=128, mlp=28672, max_positions=512, eos=(1,), pad=0
 )
@@ -180,6 +181,7 @@ def own_tokens(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
 
 
 def measure(options: argparse.Namespace, port: int) -> None:
+    gc.freeze()  # as `launch` does
     mesh = fake_mesh(options.ranks)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     watch = Watch(options.calls)
@@ -254,8 +256,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--calls", action="store_true", help="count calls, which takes longer")
     options = parser.parse_args()
-    receiver, sender = FORK.Pipe(duplex=False)
-    keeper = FORK.Process(target=replicas, args=(options, sender), daemon=True)
+    receiver, sender = SPAWN.Pipe(duplex=False)
+    keeper = SPAWN.Process(target=replicas, args=(options, sender), daemon=True)
     keeper.start()
     try:
         measure(options, receiver.recv())
