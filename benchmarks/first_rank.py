@@ -16,8 +16,8 @@ Then what a rank or the watch does once or beside the steps, which the sum leave
 
 - `signs of life`: the watch reads the records of all ranks, once a second.
 - `process groups`: of all combinations of four axes; each is one call of NCCL, which is not made.
-- `weights`: plan of the weights of a Llama 70B, fully sharded, to engines on tp8.
-- `checkpoint`: the chunks that a rank writes of that model and its optimizer, and how many of all are below a mebibyte.
+- `checkpoint`: the chunks that a rank writes of a Llama 70B, fully sharded, and its optimizer, and how many arrays have
+  chunks below a mebibyte. `reshard.py` measures the plan of its weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from funrl.data.prompts import Example
 from funrl.mesh import launch as launching
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh, parse, single
-from funrl.mesh.plan import plan
 from funrl.mesh.pools import channel
 from funrl.mesh.pools.handover import Handover, messages_from
 from funrl.mesh.rows import move_rows
@@ -230,7 +229,8 @@ def measure_run(options: argparse.Namespace, watch: Watch) -> None:
     ranks = RunWatch(store, options.ranks, WaitLimits())
     ranks.in_steps()  # from now on all have begun
     watch.line("signs of life", ranks.poll, False)
-    sizes = parse(f"dp{options.ranks // 64},ep2,sp4,tp8")
+    inner = 64 if options.ranks % 64 == 0 else 1
+    sizes = parse(f"dp{options.ranks // inner}" + ",ep2,sp4,tp8" * (inner > 1))
     names = itertools.count()
     group = mock.patch.object(
         dist, "split_group", lambda split_ranks, timeout: SimpleNamespace(group_name=f"group {next(names)}")
@@ -240,8 +240,6 @@ def measure_run(options: argparse.Namespace, watch: Watch) -> None:
     shapes, axes = weights.shapes(LLAMA_70B), weights.axes(LLAMA_70B)
     training = parse(f"dp{options.ranks}")
     stored = rules.layouts(shapes, axes, rules.fully_sharded(rules.STORED), training)
-    whole = rules.layouts(shapes, axes, rules.GENERATE, parse(f"dp{options.ranks // 8},tp8"))
-    watch.line("weights", lambda: plan(stored, whole, torch.bfloat16), False)
     layouts = {f"{part}/{name}": item for part in ("params", "m", "v") for name, item in trees.named(stored)}
     tensors = {name: torch.empty(item.local_shape(), device="meta") for name, item in layouts.items()}
     own = watch.line("checkpoint", lambda: own_shards(tensors, layouts, Mesh(training), join=True), False)

@@ -27,7 +27,7 @@ def calls(folder, count):
 def test_calls_grow_by_a_few_for_each_group_and_row(tmp_path):
     few, many = 64, 320
     before, after = calls(tmp_path, few), calls(tmp_path, many)
-    assert before.keys() == after.keys() == {*MOST, "move", "exchange", "advantages"}
+    assert before.keys() == after.keys() == {*MOST, "move", "exchange", "advantages", "checkpoint"}
     for name, most in MOST.items():
         units = (many - few) * (1 if name == "groups" else SAMPLES)
         assert after[name] - before[name] < most * units, name
