@@ -220,6 +220,11 @@ def measure(options: argparse.Namespace, port: int) -> None:
     measure_run(options, watch)
 
 
+def group_stub(names: Iterator[int]) -> SimpleNamespace:
+    """A process group that was not made."""
+    return SimpleNamespace(group_name=f"group {next(names)}")
+
+
 def measure_run(options: argparse.Namespace, watch: Watch) -> None:
     """Lines of what does not belong to a step."""
     store = dist.HashStore()
@@ -232,10 +237,9 @@ def measure_run(options: argparse.Namespace, watch: Watch) -> None:
     inner = 64 if options.ranks % 64 == 0 else 1
     sizes = parse(f"dp{options.ranks // inner}" + ",ep2,sp4,tp8" * (inner > 1))
     names = itertools.count()
-    group = mock.patch.object(
-        dist, "split_group", lambda split_ranks, timeout: SimpleNamespace(group_name=f"group {next(names)}")
-    )
-    with group, mock.patch.object(launching, "_splits", lambda everyone: True):
+    calls = [mock.patch.object(dist, name, lambda *_, **__: group_stub(names)) for name in ("new_group", "split_group")]
+    splits = mock.patch.object(launching, "_splits", lambda everyone: True, create=True)
+    with calls[0], calls[1], splits:
         watch.line("process groups", lambda: launching.groups(sizes), False)
     shapes, axes = weights.shapes(LLAMA_70B), weights.axes(LLAMA_70B)
     training = parse(f"dp{options.ranks}")

@@ -17,7 +17,7 @@ from gpu_parts.training import measured_step
 
 from funrl.cost.tracing.hardware import hardware_of
 from funrl.mesh import collectives
-from funrl.mesh.launch import group_of_ranks, launch, submesh
+from funrl.mesh.launch import _group_name, launch, submesh
 from funrl.mesh.mesh import AXES, Mesh, parse
 from funrl.mesh.pools.own_world import as_whole_world
 from funrl.mesh.pools.transfer import SentWeights, WeightForm, WeightReceiver, WeightSender, transfer_group
@@ -85,7 +85,7 @@ def groups_without_ranks(bench: Bench, mesh: Mesh) -> Rows:
     """Groups that leave one of the ranks out, between sums of both; and one rank as the whole world of a library."""
     for left_out in range(mesh.world):
         begin = time.perf_counter()
-        name = group_of_ranks(((1 - left_out,),), f"a mesh without rank {left_out}", mesh.timeout)
+        name = _group_name(((1 - left_out,),), f"a mesh without rank {left_out}", mesh.timeout)
         x = torch.ones(4, device=mesh.device)
         if name is not None:
             dist.all_reduce(x, group=Mesh({**mesh.sizes}, mesh.rank, groups={("data",): name}).group("data"))

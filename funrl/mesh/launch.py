@@ -330,7 +330,7 @@ def groups(
     ranks = range(Mesh(sizes).world) if ranks is None else ranks
     names: dict[tuple[str, ...], str] = {}
     for axes in meshes.combinations(sizes):
-        name = group_of_ranks(
+        name = _group_name(
             tuple(tuple(ranks[position] for position in over) for over in meshes.members(sizes, axes)),
             "+".join(axes),
             timeout=timeout,
@@ -340,11 +340,10 @@ def groups(
     return names
 
 
-def group_of_ranks(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelta | None) -> str | None:
+def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelta | None) -> str | None:
     """Name of this process's group among disjoint ones, which are made unless they are there; None outside of all.
 
-    Called by every process of the run. NCCL splits the communicator of all processes into all the groups in one call;
-    with gloo each group is a call.
+    NCCL splits the communicator of all processes into all the groups in one call; with gloo each group is a call.
     """
     everyone: Any = dist.group.WORLD
     rank = dist.get_rank()
