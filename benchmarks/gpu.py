@@ -1,6 +1,7 @@
 """Everything that is measured on one GPU, in under nine minutes: one table with the roofline beside each number.
 
     python benchmarks/gpu.py --tests
+    python benchmarks/gpu.py --gpus=2    # what may break first on two, on gloo's ranks with --device=cpu --small
     python benchmarks/gpu.py --vllm_python=PATH --parts=peer    # beside vLLM, of an environment of its own
     python benchmarks/gpu.py --device=cpu --small    # the same program on a CPU: not the numbers
 
@@ -43,6 +44,7 @@ from gpu_parts.marked_tests import marked_test_rows
 from gpu_parts.passes import pass_rows
 from gpu_parts.rows import Bench, Row, Rows
 from gpu_parts.training import training_rows
+from gpu_parts.two import TWO_GPUS, on_two_ranks
 from gpu_parts.variants import grouped_rows, logprob_rows
 
 from funrl.cost.tracing.hardware import hardware_of
@@ -53,10 +55,12 @@ SECONDS = flags.DEFINE_float("seconds", 520, "seconds of all parts together", lo
 DEVICE = flags.DEFINE_enum("device", "cuda", ["cuda", "cpu"], "where")
 SMALL = flags.DEFINE_bool("small", False, "the smallest sizes")
 TESTS = flags.DEFINE_bool("tests", False, "run the tests marked gpu too")
+GPUS = flags.DEFINE_enum("gpus", "1", ["1", "2"], "how many: with 2 these parts alone, a minute each")
 PARTS = flags.DEFINE_list("parts", [], "some parts by name; none: all")
 VLLM = flags.DEFINE_string("vllm_python", None, "interpreter of an environment with vLLM, for the part peer")
 OUT = flags.DEFINE_string("out", "runs/gpu_benchmark", "path of the table, without .md and .json")
 HEAD = ("part", "what", "measured", "roofline", "share", "remark")
+TWO_RANKS_S = 60.0  # of a part on two GPUs
 FORK = multiprocessing.get_context("fork")
 
 
@@ -83,6 +87,11 @@ def parts() -> list[Part]:
             name, seconds, functools.partial(training_rows, **{"model": model, "tokens": tokens, "row": row} | sizes)
         )
 
+    if GPUS.value == "2":
+        return [
+            Part(name, TWO_RANKS_S, functools.partial(on_two_ranks, mesh, check))
+            for name, (mesh, check) in TWO_GPUS.items()
+        ]
     return [
         Part("kernels", 90, kernel_rows),
         training("train", 90, "1.7B", 4096, 1024),

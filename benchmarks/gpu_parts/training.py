@@ -60,20 +60,23 @@ def optimizer_bytes(estimate: Estimate) -> float:
     return (4.0 * (1 + 2 * 3) + 2.0) * estimate.trained
 
 
-def measured_step(bench: Bench, training: Training, numerics: str = "fast") -> tuple[dict[str, float], float]:
+def measured_step(
+    bench: Bench, training: Training, numerics: str = "fast", mesh: Mesh | None = None
+) -> tuple[dict[str, float], float]:
     """Median seconds of each phase of a step, after a first one which compiles; and the bytes held at most.
 
     Args:
       numerics: as --numerics.
+      mesh: of the job, on which all ranks make this call; None: this process alone.
     """
     job = training.job(bench)
-    mode = "auto" if bench.device.type == "cuda" else "off"
+    mode = training.flags.get("compile") or ("auto" if bench.device.type == "cuda" else "off")
     settings = with_flags(job.settings, compile=mode, device=bench.device.type, numerics=numerics)
     job = dataclasses.replace(job, settings=settings, device=bench.device.type)
-    mesh = Mesh(job.sizes, 0, bench.device)
+    mesh = mesh or Mesh(job.sizes, 0, bench.device)
     clock = Clock(bench.device)
     parts = with_timed_optimizers(build(job, mesh, lambda _: None), clock)
-    rows = device_rows(job, parts, training.prompt, training.rows)
+    rows = device_rows(job, parts, training.prompt, training.rows // mesh.size(mesh.row_axes))
     before = held_memory(bench.device)
     trainer, state = random_trainer(job, parts, rows, clock)
     del rows
@@ -82,7 +85,8 @@ def measured_step(bench: Bench, training: Training, numerics: str = "fast") -> t
     held = peak_memory(bench.device) - before
     steps: list[dict[str, float]] = []
     begin = time.perf_counter()
-    while len(steps) < TURNS and (not steps or time.perf_counter() - begin < TIMED_S):
+    least = TURNS if mesh.world > 1 else 1  # ranks run as many steps
+    while len(steps) < TURNS and (len(steps) < least or time.perf_counter() - begin < TIMED_S):
         state, seconds = one_step(trainer, state)
         steps.append(seconds)
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}, held

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import heapq
-from bisect import bisect_left
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -186,6 +187,14 @@ def lockstep_work(packing: Packing, lengths: Sequence[int] | np.ndarray, cost: R
     return int(total.max(1, initial=0).sum())
 
 
+class _Ascending(NamedTuple):
+    """Examples in ascending order of work, as plain numbers for loops over them."""
+
+    work: list[int]
+    tokens: list[int]
+    rows: list[int]
+
+
 class _Units(NamedTuple):
     """Examples: [U] arrays, and [rows] which of them a row belongs to."""
 
@@ -194,11 +203,9 @@ class _Units(NamedTuple):
     work: np.ndarray
     of_row: np.ndarray
 
-    def ascending(self, which: np.ndarray | None = None) -> list[tuple[int, int, int, int]]:
-        """(work, number, tokens, rows) of the given examples, ascending."""
-        number = np.arange(len(self.tokens)) if which is None else which
-        columns = (self.work[number], number, self.tokens[number], self.rows[number])
-        return sorted(zip(*(c.tolist() for c in columns), strict=True))
+    def ascending(self, order: np.ndarray) -> _Ascending:
+        """Examples by their numbers, which are in ascending order of work."""
+        return _Ascending(*(column[order].tolist() for column in (self.work, self.tokens, self.rows)))
 
 
 class _Rule(NamedTuple):
@@ -267,13 +274,17 @@ def _best(units: _Units, rule: _Rule) -> np.ndarray:
 
 def _plans(units: _Units, rule: _Rule) -> Iterator[np.ndarray]:
     """Candidate plans, each the number of every example's bin [U]."""
-    ascending = units.ascending()
-    yield _fill(ascending, rule, level=False)
-    yield _fill(ascending, rule, level=True)
+    order = np.argsort(units.work, kind="stable")
+    ascending = units.ascending(order)
     fewest = _fewest(int(units.tokens.sum()), int(units.rows.sum()), rule, ranks=rule.ranks)
-    for deep in range(fewest, fewest + 3):
-        bins = _spread(ascending, rule.ranks * deep, rule)
-        if bins is not None:
+    candidates = itertools.chain(
+        (_fill(ascending, rule, level) for level in (False, True)),
+        (_spread(ascending, rule.ranks * deep, rule) for deep in range(fewest, fewest + 3)),
+    )
+    for of_place in candidates:
+        if of_place is not None:
+            bins = np.empty(len(order), dtype=np.int64)
+            bins[order] = of_place
             yield bins
 
 
@@ -282,63 +293,84 @@ def _fewest(tokens: int, rows: int, rule: _Rule, ranks: int) -> int:
     return max(1, -(-tokens // (ranks * rule.largest)), -(-rows // (ranks * rule.max_segments)))
 
 
-def _fill(ascending: list[tuple[int, int, int, int]], rule: _Rule, level: bool) -> np.ndarray:
-    """Fill bins one by one with the largest example that fits.
+def _fill(ascending: _Ascending, rule: _Rule, level: bool) -> list[int]:
+    """Fill bins one by one with the largest example that fits; returns the bin of each example.
 
     Args:
-      ascending: examples, as `_Units.ascending` gives them.
+      ascending: the examples.
       rule: of the bins.
       level: let each `ranks` bins end at the same work: that of the largest example left, or what is left divided by
         the bins that it takes at least, whichever is more. False: fill them to the largest size.
     """
-    left = list(ascending)
-    bins = np.zeros(len(ascending), dtype=np.int64)
-    remaining = sum(work for work, *_ in left)
+    work, tokens, rows = ascending
+    largest = rule.largest
+    most_work = rule.most_work
+    left = len(work)
+    bins = [0] * left
+    nearest = list(range(left + 1))  # see `_nearest`; places count from 1
+    remaining = sum(work)
     count = target = 0
     while left:
         if count % rule.ranks == 0:
             share = -(-remaining // rule.ranks)
-            deep = max(1, -(-share * 50 // (51 * UNIT * rule.largest)))  # 2% above the size is a matter of attention
-            target = max(left[-1][0], -(-share // deep))
+            deep = max(1, -(-share * 50 // (51 * UNIT * largest)))  # 2% above the size is a matter of attention
+            target = max(work[_nearest(nearest, len(work)) - 1], -(-share // deep))
         gap = target if level else remaining
-        room = rule.largest
+        room = largest
         segments = rule.max_segments
         while left and segments:
-            place = bisect_left(left, (min(gap, rule.most_work[room]) + 1,)) - 1
-            lowest = max(place - _TRIES, -1)
-            while place > lowest and (left[place][2] > room or left[place][3] > segments):
-                place -= 1
-            if place == lowest:
+            place = _nearest(nearest, bisect_right(work, min(gap, most_work[room])))
+            tries = _TRIES
+            while place and tries and (tokens[place - 1] > room or rows[place - 1] > segments):
+                place = _nearest(nearest, place - 1)
+                tries -= 1
+            if not place or not tries:
                 break
-            work, number, tokens, rows = left.pop(place)
-            bins[number] = count
-            gap -= work
-            room -= tokens
-            segments -= rows
-            remaining -= work
+            nearest[place] = place - 1
+            index = place - 1
+            bins[index] = count
+            gap -= work[index]
+            room -= tokens[index]
+            segments -= rows[index]
+            remaining -= work[index]
+            left -= 1
         count += 1
     return bins
 
 
-def _spread(ascending: list[tuple[int, int, int, int]], count: int, rule: _Rule) -> np.ndarray | None:
+def _nearest(nearest: list[int], place: int) -> int:
+    """The largest place up to one that is left; 0: none is.
+
+    Args:
+      nearest: of each place itself where it is left, else a lower one that is no lower than the result. Shortened.
+    """
+    while nearest[place] != place:
+        nearest[place] = nearest[nearest[place]]
+        place = nearest[place]
+    return place
+
+
+def _spread(ascending: _Ascending, count: int, rule: _Rule) -> list[int] | None:
     """Give each example, the largest first, to the bin with the least work; close bins that it does not fit in.
 
-    Returns: None where all bins were closed before the last example.
+    Returns: the bin of each example; None where all bins were closed before the last example.
     """
-    heap = [(0, number) for number in range(count)]
+    heap = list(range(count))  # work * count + number of each bin that is open
     room = [rule.largest] * count
     segments = [rule.max_segments] * count
-    bins = np.zeros(len(ascending), dtype=np.int64)
-    for work, number, tokens, rows in reversed(ascending):
-        while heap and (tokens > room[heap[0][1]] or rows > segments[heap[0][1]]):
+    bins = [0] * len(ascending.work)
+    for index in range(len(bins) - 1, -1, -1):
+        tokens = ascending.tokens[index]
+        rows = ascending.rows[index]
+        while heap and (tokens > room[heap[0] % count] or rows > segments[heap[0] % count]):
             heapq.heappop(heap)
         if not heap:
             return None
-        total, least = heap[0]
-        bins[number] = least
+        least = heap[0] % count
+        bins[index] = least
         room[least] -= tokens
         segments[least] -= rows
-        heapq.heapreplace(heap, (total + work, least))
+        heapq.heapreplace(heap, heap[0] + ascending.work[index] * count)
     return bins
 
 
@@ -374,27 +406,26 @@ def _align(bins: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
 def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As `_align`, with given ranks of the examples."""
     alone = rule._replace(ranks=1)
-    by_home = np.argsort(homes, kind="stable")
-    shares = np.split(by_home, np.searchsorted(homes[by_home], np.arange(1, rule.ranks)))
-    parts = [
-        _Units(units.tokens[share], units.rows[share], units.work[share], of_row=np.arange(len(share)))
-        for share in shares
-    ]
-    full = [_fill(part.ascending(), alone, level=False) for part in parts]
-    deep = max([1, *(int(bins.max(initial=-1)) + 1 for bins in full)])
-    even = [_spread(part.ascending(), deep, alone) for part in parts]
-    even = [first if bins is None else bins for first, bins in zip(full, even, strict=True)]
-    works = [
-        [np.sort(_bin_work(bins, deep, part, rule=rule)[0])[::-1] for bins, part in zip(plan, parts, strict=True)]
-        for plan in (full, even)
-    ]
-    sooner = full if np.max(works[0], axis=0).sum() <= np.max(works[1], axis=0).sum() else even
-    micro = np.zeros(len(homes), dtype=np.int64)
-    sizes = np.full((deep, rule.ranks), rule.sizes[0])
-    for home, (share, bins, part) in enumerate(zip(shares, sooner, parts, strict=True)):
-        _, micro[share], size = _align(bins, part, alone)
-        sizes[: len(size), home] = size[:, 0]
-    return homes, micro, sizes
+    order = np.lexsort((units.work, homes))
+    ends = np.cumsum(np.bincount(homes, minlength=rule.ranks)).tolist()
+    columns = units.ascending(order)
+    parts = [_Ascending(*(column[begin:end] for column in columns)) for begin, end in itertools.pairwise([0, *ends])]
+    full = [_fill(part, alone, level=False) for part in parts]
+    deep = max([1, *(max(bins, default=0) + 1 for bins in full)])
+    plans = [full]
+    if deep > 1:
+        plans.append([_spread(part, deep, alone) or bins for part, bins in zip(parts, full, strict=True)])
+    candidates = []
+    for plan in plans:
+        bins = np.empty(len(homes), dtype=np.int64)
+        bins[order] = homes[order] * deep + np.fromiter(itertools.chain(*plan), np.int64, len(homes))
+        work, size = (x.reshape(rule.ranks, deep) for x in _bin_work(bins, rule.ranks * deep, units, rule=rule))
+        by_work = np.argsort(-work, axis=1, kind="stable")
+        time = int(np.take_along_axis(work, by_work, 1).max(0).sum())
+        candidates.append((time, bins, by_work, size))
+    _, bins, by_work, size = min(candidates, key=lambda candidate: candidate[0])
+    micro = np.argsort(by_work, axis=1).ravel()[bins]
+    return homes, micro, np.take_along_axis(size, by_work, 1).T
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, multiple: int = 1) -> np.ndarray:

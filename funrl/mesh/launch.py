@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import weakref
@@ -176,6 +177,9 @@ def _run(program: _Program, rank: int, client: object, folder: str) -> Any:
 
 def _in_group(program: _Program, own: _Rank, client: object, launched: LaunchAgreement | None = None) -> Any:
     """Run the program on one of several ranks, which have a client of their store."""
+    if launched is None:  # the process may have had a run before
+        gc.collect()
+    gc.freeze()  # modules stay to the end, and searches for garbage would read all of them each time
     timeout = program.waiting.timeout
     group = functools.partial(_process_group, program.sizes, own, program.device, client, timeout)
     link = StoreLink(client, own.number, Mesh(program.sizes).world, program.waiting, launched=launched)

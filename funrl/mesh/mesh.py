@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -156,11 +157,10 @@ def ranks_of(numbers: Sequence[int]) -> Ranks:
 
 def members(sizes: dict[str, int], axes: tuple[str, ...]) -> list[list[int]]:
     """Ranks of every group over `axes`: they agree on all other axes. In the order of their first rank."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(math.prod(sizes.values())):
-        position = coordinates(sizes, rank)
-        groups.setdefault(tuple(position[a] for a in AXES if a not in axes), []).append(rank)
-    return list(groups.values())
+    ranks = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in AXES])
+    last = [number for number, axis in enumerate(AXES) if axis in axes]
+    size = math.prod(sizes[axis] for axis in axes)
+    return np.moveaxis(ranks, last, range(len(AXES) - len(last), len(AXES))).reshape(-1, size).tolist()
 
 
 def peers(sizes: dict[str, int], axes: tuple[str, ...], rank: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from funrl.across import Across, row_sums
 from funrl.kinds import FIELD_KINDS, FieldKind, Value, line_places
 from funrl.mesh.collectives import ascending_keys, from_ascending_keys, psum, ragged_all_to_all
-from funrl.mesh.mesh import Axes, Mesh, MeshError, coordinates
+from funrl.mesh.mesh import AXES, Axes, Mesh, MeshError
 from funrl.processes.device_memory import copy_to_device
 
 TOKEN = FIELD_KINDS["token"]
@@ -143,14 +143,17 @@ class RowRoute(NamedTuple):
 
     Attributes:
       before, after: rows that this rank has before and after, ascending.
-      sends, receives: rows that go to and come from each rank, this one included.
+      sent, received: rows that go to and come from the ranks, this one included, one rank after the other.
+      receivers, senders: the rank to which, or from which, each of these goes.
       mesh, axes: whose ranks exchange them.
     """
 
     before: np.ndarray
     after: np.ndarray
-    sends: list[np.ndarray]
-    receives: list[np.ndarray]
+    sent: np.ndarray
+    receivers: np.ndarray
+    received: np.ndarray
+    senders: np.ndarray
     mesh: Mesh
     axes: Axes
 
@@ -177,13 +180,12 @@ def move_rows(
       kinds: by field; "token" where it is not named.
     """
     axes = mesh.row_axes
-    ranks = mesh.size(axes)
     me = int(mesh.index(axes))
     mine = np.flatnonzero(owner == me)
     coming = np.flatnonzero(to == me)
-    sends = [mine[to[mine] == peer] for peer in range(ranks)]
-    receives = [coming[owner[coming] == peer] for peer in range(ranks)]
-    route = RowRoute(mine, coming, sends, receives=receives, mesh=mesh, axes=axes)
+    sent = mine[np.argsort(to[mine], kind="stable")]
+    received = coming[np.argsort(owner[coming], kind="stable")]
+    route = RowRoute(mine, coming, sent, to[sent], received=received, senders=owner[received], mesh=mesh, axes=axes)
     counts = _row_counts(fields, kinds or {}, lengths, owners=Owners(owner, mesh))
     return _moved(fields, kinds or {}, lengths, counts=counts, route=route)
 
@@ -203,36 +205,40 @@ def hand_over(
     owner, source = before
     to, target = after
     me = target.rank
-    world = target.world
-    everyone = tuple(target.sizes)
     has = row_indices(source)
     wants = row_indices(target)
-
-    def sender(index: int, peer: int) -> int:
-        return int(_senders(has, index, np.array([peer]))[0])
-
     mine = np.flatnonzero(owner == has[me])
     coming = np.flatnonzero(to == wants[me])
-    none = mine[:0]
-    sends = [mine[to[mine] == wants[peer]] if sender(int(has[me]), peer) == me else none for peer in range(world)]
-    from_peer = [sender(index, me) for index in range(source.size(source.row_axes))]
-    by_index = [coming[owner[coming] == index] for index in range(len(from_peer))]
-    receives = [none] * world
-    for index, peer in enumerate(from_peer):
-        receives[peer] = np.concatenate([receives[peer], by_index[index]])
-    route = RowRoute(mine, coming, sends, receives=receives, mesh=target, axes=everyone)
+    by_target = mine[np.argsort(to[mine], kind="stable")]
+    counts_to = np.bincount(to[mine], minlength=int(wants.max()) + 1)
+    peers = np.arange(target.world)
+    peers = peers[_senders(has, has[me], peers) == me]
+    wanted = counts_to[wants[peers]]
+    sent = by_target[line_places((np.cumsum(counts_to) - counts_to)[wants[peers]], wanted).numpy()]
+    sender_of_row = _senders(has, owner[coming], me)
+    order = np.argsort(sender_of_row, kind="stable")
+    route = RowRoute(
+        mine,
+        coming,
+        sent,
+        np.repeat(peers, wanted),
+        received=coming[order],
+        senders=sender_of_row[order],
+        mesh=target,
+        axes=tuple(target.sizes),
+    )
     counts = _row_counts(fields, kinds or {}, lengths, owners=before)
     return _moved(fields, kinds or {}, lengths, counts=counts, route=route)
 
 
-def _senders(has: np.ndarray, index: int, peers: np.ndarray) -> np.ndarray:
-    """The rank that hands rows of an index over to each of some peers: itself where it has them.
+def _senders(has: np.ndarray, index: np.ndarray | int, peers: np.ndarray | int) -> np.ndarray:
+    """The rank that hands rows of an index over to a peer: itself where it has them. The arguments are broadcast.
 
     Args:
-      has: [world] the index whose rows each rank has.
+      has: [world] the index whose rows each rank has; as many ranks have each index.
     """
-    holders = np.flatnonzero(has == index)
-    return np.where(has[peers] == index, peers, holders[peers % len(holders)])
+    holders = np.argsort(has, kind="stable").reshape(int(has.max()) + 1, -1)
+    return np.where(has[peers] == index, peers, holders[index, peers % holders.shape[1]])
 
 
 class MoveTraffic(NamedTuple):
@@ -261,12 +267,13 @@ def move_traffic(lengths: np.ndarray, owner: np.ndarray, source: Mesh, to: np.nd
     ways, of_row = np.unique(np.stack([owner, to]), axis=1, return_inverse=True)
     tokens = np.bincount(of_row.ravel(), lengths, minlength=ways.shape[1]).astype(np.int64)
     sent, received, messages = np.zeros((3, len(has)), dtype=np.int64)
-    for (index, wanted), count in zip(ways.T[tokens > 0], tokens[tokens > 0], strict=True):
-        peers = np.flatnonzero((wants == wanted) & (has != index))
-        senders = _senders(has, index, peers)
-        received[peers] += count
-        np.add.at(sent, senders, count)
-        np.add.at(messages, senders, 1)
+    (index, wanted), tokens = ways[:, tokens > 0, None], tokens[tokens > 0]
+    peers = np.argsort(wants, kind="stable").reshape(int(wants.max()) + 1, -1)[wanted[:, 0]]
+    counts = np.where(has[peers] == index, 0, tokens[:, None])
+    senders = _senders(has, index, peers)
+    np.add.at(received, peers, counts)
+    np.add.at(sent, senders, counts)
+    np.add.at(messages, senders, counts > 0)
     return MoveTraffic(sent, received, messages)
 
 
@@ -277,10 +284,10 @@ def token_bytes(fields: Mapping[str, Tensor]) -> int:
 
 def row_indices(mesh: Mesh) -> np.ndarray:
     """[world] the index over the row axes of every rank of a mesh."""
-    positions = [coordinates(mesh.sizes, rank) for rank in range(mesh.world)]
+    positions = np.unravel_index(np.arange(mesh.world), [mesh.sizes[axis] for axis in AXES])
     index = np.zeros(mesh.world, dtype=np.int64)
     for axis in mesh.row_axes:
-        index = index * mesh.sizes[axis] + np.array([position[axis] for position in positions])
+        index = index * mesh.sizes[axis] + positions[AXES.index(axis)]
     return index
 
 
@@ -339,18 +346,24 @@ def _exchange_lines(
       counts: [B] lines of each row.
       width: T of the fields per token afterwards.
     """
-    send = [int(counts[rows].sum()) for rows in route.sends]
-    receive = [int(counts[rows].sum()) for rows in route.receives]
-    sent_rows = np.concatenate(route.sends)
-    received_rows = np.concatenate(route.receives)
-    packed = pack_rows(fields, kinds, np.searchsorted(route.before, sent_rows), counts[sent_rows])
+    ranks = route.mesh.size(route.axes)
+    send = _sums_of(counts[route.sent], route.receivers, ranks)
+    receive = _sums_of(counts[route.received], route.senders, ranks)
+    packed = pack_rows(fields, kinds, np.searchsorted(route.before, route.sent), counts[route.sent])
     size = packed.shape[1]
     arrived = ragged_all_to_all(packed, send, receive, mesh=route.mesh, axes=route.axes)
     del packed
     out = blank_rows(fields, kinds, counts[route.after], width)
-    unpack_rows(arrived, out, kinds, np.searchsorted(route.after, received_rows), counts[received_rows])
+    unpack_rows(arrived, out, kinds, np.searchsorted(route.after, route.received), counts[route.received])
     me = int(route.mesh.index(route.axes))
     return MovedRows(out, (sum(send) - send[me]) * size, (sum(receive) - receive[me]) * size)
+
+
+def _sums_of(counts: np.ndarray, ranks_of: np.ndarray, ranks: int) -> list[int]:
+    """Sum of the counts of each rank."""
+    sums = np.zeros(ranks, dtype=np.int64)
+    np.add.at(sums, ranks_of, counts)
+    return sums.tolist()
 
 
 def pack_rows(

@@ -60,6 +60,16 @@ def test_the_kernels_of_a_pass_are_counted(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.gloo
+def test_the_parts_for_two_gpus_run_on_ranks_of_gloo(tmp_path):
+    done, rows = run(tmp_path, "--gpus=2")
+    assert done.returncode == 0, done.stderr
+    parts = ["captured-tp2", "groups-without-ranks", "hooks-compiled", "objects-beside-captures", "weights-beside"]
+    assert list(dict.fromkeys(row["part"] for row in rows)) == parts
+    assert all(row["value"] > 0 and not row["failed"] for row in rows)
+
+
+@pytest.mark.slow
 def test_a_cpu_says_that_it_is_aligned(tmp_path):
     done, rows = run(tmp_path, "--parts=aligned")
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
     ),
     "dry_run_memory": ("--shapes=1M", rf"^\| 1.\d M \| dp1 \| {NUMBER} .* %"),
     "episodes": ("--turns=2 --repeats=1", rf"^ +2 +{NUMBER} +{NUMBER} us +{NUMBER} us +{NUMBER} us +\d+%$"),
+    "first_rank": ("--ranks=8 --prompts=8 --samples=2", rf"^in all +{NUMBER} s, 16 rows on 8 ranks$"),
     "generate": (
         "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1",
         rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",

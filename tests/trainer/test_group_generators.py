@@ -79,9 +79,12 @@ def asked(replica):
     return works
 
 
+EMPTY = WrittenRows({"entries": {}, "episodes": {}}, np.zeros(0, dtype=np.int64), {}, {}, {})
+
+
 def deliver(work, **fields):
     """Deliver a group without rows, as a replica does."""
-    GroupBoard(1).deliver(WrittenGroup(0, work, None, {}, (), 0.0, **fields))
+    GroupBoard(1).deliver(WrittenGroup(0, work, EMPTY, {}, (), 0.0, **fields))
 
 
 def places_and_prompts(works):
@@ -115,7 +118,7 @@ def test_a_resumed_run_begins_with_the_group_that_others_overtook():
     assert generators.saved({})["overtaken"].tolist() == [True, False]  # until the batch has been taken
     for place in (7, 10, 9, 12):
         deliver(works[place])
-    groups = generators._gathered([], "groups")
+    groups = generators._gathered([], "groups").groups
     assert [group.work.place for group in groups.values()] == [7, 9, 10, 12]
     generators.end_step()
     assert generators.ledger.version == 3 and generators.saved({})["overtaken"].tolist() == [True, False]
@@ -198,7 +201,7 @@ def test_what_the_trainer_asks_for_again_comes_first():
     works = [replica.next_group() for _ in range(4)]
     for work in works:
         deliver(work)
-    generators._groups = generators._gathered([], "groups")
+    generators._groups = generators._gathered([], "groups").groups
     generators._newest = tuple(generators._groups)
     generators.keep(np.array([0, 2]))
     assert generators._lost == [1, 3]
@@ -220,7 +223,7 @@ def test_without_staleness_groups_begin_when_they_are_asked_for():
     assert first.next_group() is None, "there is no further group"
     for work in works:
         deliver(work)
-    generators._groups = generators._gathered(numbers, "groups")
+    generators._groups = generators._gathered(numbers, "groups").groups
     assert list(generators._groups) == numbers == [0, 1, 2, 3]
     generators._newest = tuple(numbers)
     generators.keep(np.array([0, 3]))
@@ -241,20 +244,20 @@ def test_fixed_groups_are_for_one_replica_each():
 def test_the_log_has_what_was_dropped_in_the_place_of_a_group():
     def deliver_rows(works):
         facts = {"entries": {"x": (1.0, 2)}, "episodes": {}}
-        written = WrittenRows(facts, np.zeros(2), {"failed": torch.tensor([True, False])}, {}, {})
+        written = WrittenRows(facts, np.zeros(2), {"failed": np.array([True, False])}, {}, {})
         for work in works:
             tokens = {4: 10 + work.prompt.position}
             GroupBoard(1).deliver(WrittenGroup(0, work, written, tokens, [[(0, 4)]], 0.5))
 
-    def rows_of_groups(written, *given, **named):
-        return None, SimpleNamespace(owner=written)
+    def rows_of_groups(joined, *_):
+        return SimpleNamespace(owner=joined.written.owner)
 
     generators = new_generators(prompts=2, scores=True, staleness=0.5)
     generators.refills = False
     generators.begin_step(1, 0, 5)
     replica = new_replica()
     deliver_rows([replica.next_group() for _ in range(4)])
-    with mock.patch.object(groups, "joined_rows", rows_of_groups):
+    with mock.patch.multiple(groups, joined_rows=rows_of_groups, joined_rollout=lambda *_: None):
         generators.write(np.arange(4), Sampling(), 0)
         generators.keep(np.array([1, 3]))
         assert generators._lost == [0, 2] and generators.dropped() == []

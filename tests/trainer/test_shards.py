@@ -1,5 +1,6 @@
 """Shards on disk: each chunk is written once, by ranks that take turns, and is read in any layout."""
 
+import functools
 import json
 import os
 import signal
@@ -13,10 +14,17 @@ import numpy as np
 import pytest
 import torch
 
+from funrl import trees
 from funrl.mesh import reading
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse
-from funrl.mesh.rules import Uneven, layout
+from funrl.mesh.rules import STORED, Uneven, fully_sharded, layout, layouts
 from funrl.mesh.sums import own_range
+from funrl.models import decoder_config
+from funrl.models.decoder import weights
+from funrl.models.decoder.latent_attention import LatentSizes
+from funrl.models.decoder.routing import Experts
 from funrl.trainer.storage import shards
 from funrl.trainer.storage.row_shards import HeldRows, copy_rows, own_row_shards, read_held_rows
 from funrl.trainer.storage.shard_server import Array, Commit, ReadShards, WriteShards
@@ -93,6 +101,90 @@ def test_every_element_is_written_once(mesh, monkeypatch):
     assert max(nbytes) <= 1.5 * sum(nbytes) / len(nbytes) + 64, "ranks take turns"
 
 
+def written_together(mesh, most):
+    """What a rank writes of `whole_tensors`, with parts joined: (name, box, content) of each part, and its arrays."""
+    _, tensors, element = list(ranks_of(str(mesh)))[mesh.rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "CHUNK_BYTES", most)
+        patch.setattr(shards, "EXCHANGE_BYTES", most)
+        own = own_shards(tensors, element, mesh, join=True)
+        memory = Memory(own.nbytes)
+        copy_to_memory(own, tensors, element, mesh, memory)
+    dtypes = {name: x.dtype for name, x in tensors.items()}
+    parts = [
+        (
+            part.name,
+            part.box,
+            memory.tensor(part.offset, dtypes[part.name], [high - low for low, high in part.box]).clone(),
+        )
+        for part in own.parts
+    ]
+    return gather_objects((parts, own.created, own.arrays, sorted(own.joined)), mesh)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "most"), [("dp2,tp2", 1024), ("dp4", 2048), ("dp2,tp2", 8192), ("dp2,ep2", 2048)])
+def test_ranks_join_small_parts_before_they_write(mesh, most):
+    whole = whole_tensors()
+    written = {name: torch.zeros_like(x) for name, x in whole.items()}
+    times = {name: torch.zeros(x.shape, dtype=torch.int) for name, x in whole.items()}
+    ranks = launch(functools.partial(written_together, most=most), parse(mesh), "cpu")
+    assert sorted(name for _, created, _, _ in ranks for name in created) == sorted(whole)
+    assert ranks[0][3] and all(joined == ranks[0][3] for *_, joined in ranks)
+    for parts, _, arrays, _ in ranks:
+        assert arrays == ranks[0][2]
+        for name, box, content in parts:
+            place = tuple(slice(*ends) for ends in box)
+            written[name][place] = content
+            times[name][place] += 1
+    assert all((x == 1).all() for x in times.values())
+    assert all(torch.equal(written[name], x) for name, x in whole.items())
+    for name, array in ranks[0][2].items():
+        least = min(most // shards.LEAST_SHARE, whole[name].nbytes)
+        assert np.prod(array.chunk) * whole[name].element_size() >= least, name
+
+
+LLAMA_70B = decoder_config(
+    vocab=128256, embed=8192, layers=80, heads=64, kv_heads=8, head=128, mlp=28672, max_positions=512, eos=(1,), pad=0
+)
+DEEPSEEK_V3 = decoder_config(
+    vocab=129280,
+    embed=7168,
+    layers=61,
+    heads=128,
+    kv_heads=128,
+    head=192,
+    mlp=18432,
+    max_positions=512,
+    eos=(1,),
+    pad=0,
+    family="deepseek_v3",
+    latent=LatentSizes(1536, 512, 128, 64, 128),
+    experts=Experts(256, 8, 2048, True, (0, 1, 2), "sigmoid", True, 8, 4, scale=2.5, shared=2048, wide=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "over", "before", "after"),
+    [
+        (LLAMA_70B, "dp512", "data", 287_905, 126_945),
+        (LLAMA_70B, "dp64,tp8", "data", 287_905, 135_585),
+        (DEEPSEEK_V3, "dp64,ep64", ("data", "expert"), 2_364_719, 717_794),
+    ],
+)
+def test_no_chunk_of_large_models_on_many_ranks_is_a_sliver(config, mesh, over, before, after):
+    table = fully_sharded(STORED, over)
+    results = trees.leaves(layouts(weights.shapes(config), weights.axes(config), table, parse(mesh)))
+    counts = {False: 0, True: 0}
+    for stored in results:
+        for join in counts:
+            item = shards.without_axes(stored, shards.joined_axes(stored, 4)) if join else stored
+            chunk = chunk_shape(item.local_shape(), 4)
+            counts[join] += int(np.prod([-(-a // b) for a, b in zip(stored.shape, chunk, strict=True)]))
+            assert not join or np.prod(chunk) * 4 >= min(1 << 20, np.prod(stored.shape) * 4)
+    assert counts == {False: before, True: after}
+
+
 @pytest.mark.parametrize(
     ("shape", "itemsize", "expected"),
     [
@@ -102,6 +194,7 @@ def test_every_element_is_written_once(mesh, monkeypatch):
         ((), 8, ()),
         ((7 * 1024, 4096), 4, (1024, 4096)),
         ((0, 5), 4, (0, 5)),
+        ((10007, 4096), 4, (10007, 256)),  # a prime
     ],
 )
 def test_chunks_divide_the_tensor_and_are_at_most_16_mebibytes(shape, itemsize, expected):

@@ -97,8 +97,12 @@ def units_of_copies(unit_N: Tensor, rows_N: Tensor) -> Tensor:
       unit_N: [N] of the chosen rows.
       rows_N: [N] their numbers.
     """
-    earlier_NN = (rows_N[:, None] == rows_N).tril(-1)
-    copy_N = earlier_NN.sum(1)
+    order_N = rows_N.argsort(stable=True)
+    _, counts = rows_N[order_N].unique_consecutive(return_counts=True)
+    place_N = torch.arange(len(rows_N), device=rows_N.device)
+    copy_N = torch.empty_like(place_N).scatter_(
+        0, order_N, place_N - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    )
     return unit_N + copy_N * (unit_N.max() + 1 if len(unit_N) else 1)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.processes.heartbeat import beat, beats, entered, left
 
 VALUE_BYTES = 4 << 20  # bytes of a value of the store, which takes 8 MB at once
+IN_PIECES = b"pieces "  # begin of a value that is written in so many further ones; no pickle begins so
 KEPT_REQUESTS = 64  # that stay in the store, with their answers, for ranks that have not seen them yet
 SHORTEST_S = 0.0005  # between two looks at the store
 LONGEST_S = 0.02
@@ -275,36 +276,66 @@ def limit_of(mesh: Mesh) -> float | None:
 
 def write_value(key: str, value: object) -> None:
     """Write a value under a key, in pieces that the store takes; the key is there once all of them are."""
-    data = pickle.dumps(value)
-    pieces = [data[begin : begin + VALUE_BYTES] for begin in range(0, len(data), VALUE_BYTES)]
-    store = run_store()
-    for number, piece in enumerate(pieces):
-        store.set(f"{key}/{number}", piece)
-    store.set(key, str(len(pieces)))
+    write_values([key], [value])
+
+
+def write_values(keys: Sequence[str], values: Sequence[object]) -> None:
+    """Write values under keys, as `write_value` does, many small ones in one message."""
+    together: dict[str, bytes] = {}
+    size = 0
+    for key, value in zip(keys, values, strict=True):
+        data = pickle.dumps(value)
+        if len(data) > VALUE_BYTES:
+            pieces = [data[begin : begin + VALUE_BYTES] for begin in range(0, len(data), VALUE_BYTES)]
+            for number, piece in enumerate(pieces):
+                run_store().set(f"{key}/{number}", piece)
+            data = IN_PIECES + str(len(pieces)).encode()
+        if size + len(data) > VALUE_BYTES:
+            _set_all(together)
+            together = {}
+            size = 0
+        together[key] = data
+        size += len(data)
+    _set_all(together)
+
+
+def _set_all(values: Mapping[str, bytes]) -> None:
+    if values:
+        run_store().multi_set(list(values), list(values.values()))
 
 
 def read_value(key: str) -> Any:
     """The value that `write_value` wrote."""
-    return pickle.loads(b"".join(run_store().get(piece) for piece in _pieces(key)))
+    return _value_of(key, run_store().get(key))
 
 
-def take_value(key: str) -> Any:
-    """The value that `write_value` wrote, which then leaves the store."""
+def take_values(keys: Sequence[str]) -> list[Any]:
+    """The values that `write_value` wrote, which then leave the store."""
     store = run_store()
-    pieces = _pieces(key)
-    data = [store.get(piece) for piece in pieces]
-    for piece in (*pieces, key):
-        store.delete_key(piece)
-    return pickle.loads(b"".join(data))
+    values = []
+    for key, data in zip(keys, store.multi_get(list(keys)), strict=True):
+        values.append(_value_of(key, data))
+        for piece in (*_pieces(key, data), key):
+            store.delete_key(piece)
+    return values
 
 
 def remove_value(key: str) -> None:
     """Remove a value, if it is there."""
     store = run_store()
-    for piece in (*_pieces(key), key) if store.check([key]) else ():
-        store.delete_key(piece)
+    if store.check([key]):
+        for piece in (*_pieces(key, store.get(key)), key):
+            store.delete_key(piece)
 
 
-def _pieces(key: str) -> list[str]:
-    """Keys of the pieces of a value."""
-    return [f"{key}/{number}" for number in range(int(run_store().get(key)))]
+def _value_of(key: str, data: bytes) -> Any:
+    """The value under a key with these bytes."""
+    pieces = _pieces(key, data)
+    return pickle.loads(b"".join(run_store().get(piece) for piece in pieces) if pieces else data)
+
+
+def _pieces(key: str, data: bytes) -> list[str]:
+    """Keys of the pieces of the value under a key with these bytes; none of one that is whole."""
+    if not data.startswith(IN_PIECES):
+        return []
+    return [f"{key}/{number}" for number in range(int(data[len(IN_PIECES) :]))]

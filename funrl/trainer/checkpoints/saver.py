@@ -381,7 +381,7 @@ class Saver:
 
     def _prepare(self, state: State) -> tuple[Snapshot, Memory]:
         """This rank's part of a state, and the memory for it."""
-        snapshot = snapshot_of(state, self.source, self.layouts, mesh=self.mesh)
+        snapshot = snapshot_of(state, self.source, self.layouts, mesh=self.mesh, join=True)
         if self.outline is None and self.mesh.rank == 0 and self.folder is not None:
             try:
                 self.outline = write_outline(self.folder, self.model, self.job)

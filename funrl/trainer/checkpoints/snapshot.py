@@ -68,7 +68,9 @@ class Snapshot(NamedTuple):
         )
 
 
-def snapshot_of(state: State, source: Source, layouts: Mapping[str, Layout], mesh: Mesh) -> Snapshot:
+def snapshot_of(
+    state: State, source: Source, layouts: Mapping[str, Layout], mesh: Mesh, *, join: bool = False
+) -> Snapshot:
     """This rank's part of a state, without a copy.
 
     What a source holds changes in size: the first rank writes what is the same on every rank, and every rank its rows.
@@ -78,13 +80,14 @@ def snapshot_of(state: State, source: Source, layouts: Mapping[str, Layout], mes
       source: of the state.
       layouts: of the state's tensors that are split over `mesh`.
       mesh: ranks that hold the whole state together.
+      join: as of `own_shards`; `Snapshot.copy` is then collective.
     """
     held = held_rows(source, state)
     tensors = tensors_of(state)
     rows = {} if held is None else {name: tensors.pop(name) for name in sorted(held.names)}
     of_roles = {name: x for name, x in tensors.items() if not name.startswith(OF_SOURCE)}
     of_source = {name: x for name, x in tensors.items() if name.startswith(OF_SOURCE)}
-    own = own_shards(of_roles, layouts, mesh)
+    own = own_shards(of_roles, layouts, mesh, join=join)
     if mesh.rank == 0:
         own = joined_shards(own, own_shards(of_source, {}, single()))
     if held is not None:

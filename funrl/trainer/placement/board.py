@@ -18,9 +18,10 @@ ranks ask for them (`SendGroupsRequest`). Requests come by `Answers`, and weight
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
-from funrl.mesh.pools.channel import run_store, take_value, write_value
+from funrl.mesh.pools.channel import run_store, take_values, write_value, write_values
 from funrl.trainer.placement.messages import GroupWork, WrittenGroup
 
 GROUPS_KEY = "funrl/groups"
@@ -30,6 +31,7 @@ HELD_KEY = f"{GROUPS_KEY}/held"
 REPLACED_KEY = f"{GROUPS_KEY}/replaced"
 KEPT_VERSIONS = 1000  # below the newest one, which replicas may still ask for: many more than --staleness
 ANY_REPLICA = "any"  # queue of groups that any replica with room takes
+READ_AT_ONCE = 256  # deliveries, at most
 AGAIN = "again"  # of groups that replace dropped ones, and come first
 
 
@@ -58,6 +60,7 @@ class GroupBoard:
         self.replicas = replicas
         self.owner = owner
         self._read = 0  # deliveries that have been read here
+        self._delivered: deque[WrittenGroup] = deque()  # read, and not taken
         self._everywhere = -1  # the newest version that all replicas are known to hold
         self._asked: dict[str, int] = {}  # queue -> groups that were asked for
         self._claims: dict[str, int] = {}  # queue -> number of the next group that is this replica's
@@ -86,17 +89,21 @@ class GroupBoard:
           queue: ANY_REPLICA, AGAIN, or the number of the replica that writes them.
         """
         key = f"{GROUPS_KEY}/{queue}"
-        for number, work in enumerate(works, self._asked.get(queue, 0)):
-            write_value(f"{key}/{number}", work)
+        first = self._asked.get(queue, 0)
+        write_values([f"{key}/{number}" for number in range(first, first + len(works))], works)
         self._asked[queue] = run_store().add(f"{key}/count", len(works))
 
     def next_delivery(self) -> WrittenGroup | None:
         """The next group that a replica has delivered, which then leaves the store; None: there is none yet."""
-        key = f"{DELIVERED_KEY}/{self._read}"
-        if not run_store().check([key]):
-            return None
-        self._read += 1
-        return take_value(key)
+        if not self._delivered:
+            store = run_store()
+            end = store.add(f"{DELIVERED_KEY}/count", 0)
+            keys = [f"{DELIVERED_KEY}/{number}" for number in range(self._read, min(end, self._read + READ_AT_ONCE))]
+            if keys and not store.check(keys):  # one is being written
+                keys = [key for key in keys[:1] if store.check([key])]
+            self._delivered.extend(take_values(keys) if keys else ())
+            self._read += len(keys)
+        return self._delivered.popleft() if self._delivered else None
 
     # the side that generates
 
@@ -122,7 +129,8 @@ class GroupBoard:
         # Past the count where another replica was faster; this one then waits for the next group of the queue.
         if self._claims[queue] >= count:
             return None
-        return take_value(f"{key}/{self._claims.pop(queue)}")
+        (work,) = take_values([f"{key}/{self._claims.pop(queue)}"])
+        return work
 
     def take_replacement(self, batch: int) -> int:
         """Number of prompts that were replaced in a batch before, by all replicas; counts another one."""

@@ -49,16 +49,23 @@ from funrl.trainer.placement.messages import (
     EpisodesRequest,
     GroupPrompt,
     GroupWork,
+    JoinedRows,
     ScoresRequest,
     SendGroupsRequest,
     WrittenGroup,
+    WrittenRows,
     age_metrics,
     baseline_of,
+    group_of,
     in_place_of,
+    join_written,
+    joined_rollout,
     joined_rows,
     own_fields,
+    plain_group,
     prompts_at,
     remote_rows,
+    without_rows,
 )
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule, as_chosen
@@ -115,6 +122,35 @@ class ChosenPrompts(NamedTuple):
         return ChosenPrompts(positions, end), memory, metrics
 
 
+class CollectedGroups(NamedTuple):
+    """Groups that have ended.
+
+    Attributes:
+      groups: by number, in the order of their rows, without the rows.
+      samples: rows of their samples.
+      baselines: rows of their greedy completions or episodes; None: they have none.
+    """
+
+    groups: Mapping[int, WrittenGroup]
+    samples: JoinedRows
+    baselines: JoinedRows | None
+
+
+def collect_groups(groups: Mapping[int, WrittenGroup]) -> CollectedGroups | WrittenGroup:
+    """Join the rows of groups by number; returns the first group that ends the run, if one does."""
+    own: dict[int, WrittenGroup] = {}
+    samples: list[tuple[int, int, WrittenRows]] = []
+    baselines: list[tuple[int, int, WrittenRows]] = []
+    for number, group in groups.items():
+        if group.problem is not None or group.written is None:
+            return group
+        samples.append((number, group.generator, group.written))
+        if group.baseline is not None:
+            baselines.append((baseline_of(number), group.generator, group.baseline))
+        own[number] = without_rows(group)
+    return CollectedGroups(own, join_written(samples), join_written(baselines) if baselines else None)
+
+
 class GroupGenerators:
     """Trainer-side client of generator ranks that write groups; a `RemoteGenerators`.
 
@@ -154,6 +190,7 @@ class GroupGenerators:
         self.places = {"overtaken": torch.zeros(rule.window - 1, dtype=torch.bool), "left": torch.zeros(0).long()}
         self._groups: dict[int, WrittenGroup] = {}  # of the batch, in the order of their rows
         self._newest: tuple[int, ...] = ()  # those that came last
+        self._baselines: JoinedRows | None = None  # of these
         self._lost: list[int] = []  # those that the filter has dropped, and nothing has replaced
         self._rounds: list[tuple[Sequence[int], int]] = []  # of the step, as an `EpisodesRequest` has them
         self._released: list[int] = []  # groups whose rows nobody asks for any more
@@ -174,6 +211,7 @@ class GroupGenerators:
         if self.ahead:
             engine.held = self._board.holds
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
+        self._failed: WrittenGroup | None = None  # the first that ends the run
         self._counts: dict[str, float] = {}  # metrics of places in the newest step
         self._waited_s = 0.0
 
@@ -285,7 +323,7 @@ class GroupGenerators:
         """
         lost, self._lost = self._lost[: len(places)], self._lost[len(places) :]
         prompts = [GroupPrompt(index, seed, number) for number, index in enumerate(places.tolist())]
-        groups = self._collected(self._ask_for_batch(lost, [] if self.ahead else prompts))
+        groups, samples, self._baselines = self._collected(self._ask_for_batch(lost, [] if self.ahead else prompts))
         assert len(groups) == len(places)
         self._newest = tuple(groups)
         self._rounds.append((self._newest, self._samples))
@@ -300,8 +338,8 @@ class GroupGenerators:
                 self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         places = np.array([group.work.prompt.index for group in groups.values()])
-        written = [(number, group.generator, group.written) for number, group in groups.items()]
-        done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
+        done = joined_rollout(samples, self.generating, self.mesh.device)
+        rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
         return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
     def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
@@ -335,7 +373,10 @@ class GroupGenerators:
         """The next prompts of the order, or those that weights have chosen, for places."""
         size = self._rule.places
         if self._rule.prompts > 1:
-            positions = [self._left.pop(0) if self._left else self._take_prompts() for _ in places]
+            positions, self._left = self._left[: len(places)], self._left[len(places) :]
+            if count := len(places) - len(positions):
+                first = self._take_prompts(count)
+                positions += range(first, first + count)
         elif self.weighed:
             chosen = self.chosen.positions.tolist()
             positions = [chosen[place - ledger.version * size] for place in places]
@@ -380,18 +421,17 @@ class GroupGenerators:
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
         if self.ahead:
-            own = {number: self._groups[number] for number in (self._newest[place] for place in groups.tolist())}
-            written = [(baseline_of(number), group.generator, group.baseline) for number, group in own.items()]
+            assert self._baselines is not None
+            baselines = self._baselines.take(groups)
         else:
             prompts = [GroupPrompt(index, BASELINE_SEED, n) for n, index in enumerate(places.tolist())]
             works = self._works([None] * len(prompts), prompts)
             if self.ledger is not None:
                 self._ask(works)
-            own = self._collected([work.number for work in works])
-            written = [(number, group.generator, group.written) for number, group in own.items()]
+            own, baselines, _ = self._collected([work.number for work in works])
             self._rounds.append((tuple(own), 1))
-        self._released += [number for number, *_ in written]
-        rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)[1]
+        self._released += baselines.numbers.tolist()
+        rows = joined_rows(baselines, self.generating, self.mesh.device, sampling.samples)
         return self.moved_early(rows, len(places)) if self.rewards_baselines else rows
 
     def dropped(self) -> list[DroppedPrompt]:
@@ -400,14 +440,14 @@ class GroupGenerators:
 
     def keep(self, prompts: np.ndarray) -> None:
         """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""
-        kept = [self._newest[place] for place in prompts.tolist()]
+        kept = {self._newest[place] for place in prompts.tolist()}
         self._lost += [number for number in self._newest if number not in kept]
         if self._rule.scores and self.ledger is not None:
             self.ledger.score(self._places_of(kept))
 
     def batch_groups(self) -> list[WrittenGroup]:
         """The groups of the newest batch in its order; what the trainer ranks drop is last."""
-        lost = [] if self.refills else self._lost
+        lost = frozenset(() if self.refills else self._lost)
         return [self._groups[number] for number in sorted(self._groups, key=lost.__contains__)]
 
     def samples(self) -> dict[int, ShownSample]:
@@ -521,27 +561,35 @@ class GroupGenerators:
             raise RewardError(problem)
         return value
 
-    def _collected(self, numbers: Sequence[int]) -> dict[int, WrittenGroup]:
-        """Some groups that have ended, or else those of the next batch, by number; shows their remarks. Collective.
+    def _collected(self, numbers: Sequence[int]) -> CollectedGroups:
+        """Some groups that have ended, or else those of the next batch; shows their remarks. Collective.
 
         Raises:
           RewardError: one has failed.
         """
         begin = time.perf_counter()
-        groups = self._gathered(numbers, f"the generators' rows of step {self.step}")
+        collected = self._gathered(numbers, f"the generators' rows of step {self.step}")
         self._waited_s += time.perf_counter() - begin
-        for group in groups.values():
+        if isinstance(collected, WrittenGroup):
+            for note in collected.notes:
+                self.show.note(note)
+            raise RewardError(collected.problem or "a group has no rows")
+        for group in collected.groups.values():
             for note in group.notes:
                 self.show.note(note)
-        for group in groups.values():
-            if group.problem is not None:
-                raise RewardError(group.problem)
-        return groups
+        return collected
 
-    def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
-        """Some groups that have ended, or else those of the next batch, by number. Collective."""
+    def _gathered(self, numbers: Sequence[int], name: str) -> CollectedGroups | WrittenGroup:
+        """Some groups that have ended, or else those of the next batch; a group that ends the run. Collective."""
         groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
-        return from_first_rank(groups, self.mesh)
+        collected = groups and collect_groups(groups)
+        if isinstance(collected, CollectedGroups):
+            collected = ([plain_group(group) for group in collected.groups.values()], *collected[1:])
+        collected = from_first_rank(collected, self.mesh)
+        if isinstance(collected, WrittenGroup):
+            return collected
+        plain, *rows = collected
+        return CollectedGroups({group.work.number: group for group in map(group_of, plain)}, *rows)
 
     def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
         """Wait until `look` gives a result on the first rank; None on the others. Collective.
@@ -589,19 +637,24 @@ class GroupGenerators:
         Args:
           awaited: numbers of groups; none: those of the batch.
         """
-        if problems := [item for item in self._written.items() if item[1].problem is not None]:
-            return dict(problems[:1])
+        if self._failed is not None:
+            return {self._failed.work.number: self._failed}
         ledger.fill_batch()
         numbers = awaited
         if not awaited and len(ledger.batch) == self._rule.places:
             numbers = [self._numbers[place] for place in sorted(ledger.batch)]
-        if not numbers or not self._written.keys() >= set(numbers):
+        if not numbers or len(self._written) < len(numbers) or not self._written.keys() >= set(numbers):
             return None
         return {number: self._written.pop(number) for number in numbers}
 
+    def _keep_written(self, group: WrittenGroup) -> None:
+        self._written[group.work.number] = group
+        if group.problem is not None:
+            self._failed = self._failed or group
+
     def _deliver(self, ledger: Ledger, group: WrittenGroup) -> None:
         """Note a delivered group."""
-        self._written[group.work.number] = group
+        self._keep_written(group)
         place = group.work.place
         if place is None or group.problem is not None:
             return

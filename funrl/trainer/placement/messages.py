@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import units_of
+from funrl.algos.advantages.units import episode_units, units_of
 from funrl.batch import FIELDS, Batch, as_dict, declare, kind_of, schema_of
 from funrl.fields import Field
-from funrl.kinds import FieldKind, Value
+from funrl.kinds import FieldKind, Value, line_places
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
 from funrl.rollout.requests import request_seed
@@ -24,7 +24,7 @@ from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import WrittenSamples
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
-from funrl.trainer.sources.pending_rewards import add_totals
+from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.prompts import BASELINE_SEED, baseline_sampling
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
@@ -132,6 +132,8 @@ def baseline_of(number: int) -> int:
 class WrittenRows(NamedTuple):
     """Completions and rows of a group, as far as every rank knows them; the rest stays where it is.
 
+    Numbers are numpy's, many of which are sent in a fraction of the time of as many tensors.
+
     Attributes:
       rollout: fields of `Rollout`, without the completions and the mesh.
       owner: [B] of the rows, by their index over the row axes of the mesh to generate on.
@@ -142,9 +144,37 @@ class WrittenRows(NamedTuple):
 
     rollout: Mapping[str, Any]
     owner: np.ndarray
-    fields: Mapping[str, Tensor]
+    fields: Mapping[str, np.ndarray]
     lines: Mapping[str, LineForm]
     further: Mapping[str, Field]
+
+
+class JoinedRows(NamedTuple):
+    """`WrittenRows` of several groups, one group after the other.
+
+    Attributes:
+      numbers: [G] under which the rows of each group are kept.
+      generators: [G] replica of each, by its index over the row axes of the mesh to generate on.
+      counts: [G] rows of each.
+      written: of all of them; totals are added in the order of the groups.
+    """
+
+    numbers: np.ndarray
+    generators: np.ndarray
+    counts: np.ndarray
+    written: WrittenRows
+
+    def take(self, places: np.ndarray) -> JoinedRows:
+        """The rows of some groups, without facts of their rollout.
+
+        Args:
+          places: of the groups among these.
+        """
+        begins = np.cumsum(self.counts) - self.counts
+        rows = line_places(begins[places], self.counts[places]).numpy()
+        fields = {name: x[rows] for name, x in self.written.fields.items()}
+        written = self.written._replace(rollout={}, owner=self.written.owner[rows], fields=fields)
+        return JoinedRows(self.numbers[places], self.generators[places], self.counts[places], written)
 
 
 class WrittenGroup(NamedTuple):
@@ -162,6 +192,7 @@ class WrittenGroup(NamedTuple):
       problem: message of the `RewardError` that ends the run; None without one.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
+      totals: rows on which a reward function failed, and totals of all rows as in `Rollout`; of a group `without_rows`.
     """
 
     generator: int
@@ -175,6 +206,7 @@ class WrittenGroup(NamedTuple):
     problem: str | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
+    totals: tuple[int, Totals, Totals] = (0, {}, {})
 
 
 class GroupFields(NamedTuple):
@@ -226,9 +258,9 @@ def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
     facts = done._asdict()
     for name in ("completions", "mesh"):
         del facts[name]
-    known = {name: x.cpu() for name, x in as_dict(rows.batch).items() if kind_of(rows.batch, name).everywhere}
+    known = {name: x.cpu().numpy() for name, x in as_dict(rows.batch).items() if kind_of(rows.batch, name).everywhere}
     forms = line_forms(*own_fields(rows.batch))
-    facts = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in facts.items()}
+    facts = {name: x.cpu().numpy() if isinstance(x, Tensor) else x for name, x in facts.items()}
     return WrittenRows(facts, rows.owner, known, forms, further_fields(rows.batch))
 
 
@@ -248,7 +280,7 @@ def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
     """The batch of a rank that has none of the rows."""
     schema = FIELDS | written.further if written.further else FIELDS
     empty = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
-    return Batch(schema, **{name: x.to(device) for name, x in written.fields.items()}, **empty)
+    return Batch(schema, **{name: torch.as_tensor(x).to(device) for name, x in written.fields.items()}, **empty)
 
 
 def origins_of(number: int, owner: np.ndarray) -> np.ndarray:
@@ -272,15 +304,14 @@ def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
     """Tokens of each version, and each row's (first sampled token, version) pairs; none of rows without versions."""
-    tokens: collections.Counter[int] = collections.Counter()
-    switches = []
     version_BT = rows.batch.get("version")
     if version_BT is None:
         return {}, []
-    for version_T, mask_T in zip(version_BT.cpu(), rows.batch.mask.cpu(), strict=True):
-        switches.append(switches_of(version_T[mask_T]))
-        tokens.update(version_T[mask_T].tolist())
-    return dict(tokens), switches
+    mask_BT = rows.batch.mask.cpu()
+    version_BT = version_BT.cpu()
+    versions, counts = version_BT[mask_BT].unique(return_counts=True)
+    switches = [switches_of(version_T[mask_T]) for version_T, mask_T in zip(version_BT, mask_BT, strict=True)]
+    return dict(zip(versions.tolist(), counts.tolist(), strict=True)), switches
 
 
 def switches_of(versions: Tensor) -> list[tuple[int, int]]:
@@ -289,37 +320,90 @@ def switches_of(versions: Tensor) -> list[tuple[int, int]]:
     return [(begin, int(versions[begin])) for begin in begins]
 
 
+def without_rows(group: WrittenGroup) -> WrittenGroup:
+    """A group without its rows but with their totals."""
+    written = group.written
+    if written is None:
+        return group
+    failed = written.fields.get("failed")
+    count = 0 if failed is None else int(failed.sum())
+    totals = (count, written.rollout["entries"], written.rollout["episodes"])
+    return group._replace(written=None, baseline=None, totals=totals)
+
+
+def plain_group(group: WrittenGroup) -> tuple[Any, ...]:
+    """A group as plain tuples, many of which are sent in a fraction of the time; see `group_of`."""
+    number, place, prompt, *further = group.work
+    return (group.generator, (number, place, tuple(prompt), *further), *group[2:])
+
+
+def group_of(values: Sequence[Any]) -> WrittenGroup:
+    """The group of the values of `plain_group`."""
+    generator, (number, place, prompt, *further), *facts = values
+    return WrittenGroup(generator, GroupWork(number, place, GroupPrompt(*prompt), *further), *facts)
+
+
 def in_place_of(lost: WrittenGroup | None, group: WrittenGroup) -> WrittenGroup:
     """A group that has taken the place of one which the filter has dropped, with the prompt of that among its own."""
-    if lost is None or lost.written is None:
+    if lost is None:
         return group
-    facts = lost.written.rollout
-    failed = lost.written.fields.get("failed")
-    count = 0 if failed is None else int(failed.sum())
-    prompt = DroppedPrompt(lost.work.prompt.position, count, facts["entries"], facts["episodes"])
+    prompt = DroppedPrompt(lost.work.prompt.position, *lost.totals)
     return group._replace(dropped=[*lost.dropped, prompt], waited_s=group.waited_s + lost.waited_s)
 
 
-def joined_rows(
-    written: Sequence[tuple[int, int, WrittenRows | None]], mesh: Mesh, device: torch.device, *, samples: int
-) -> tuple[Rollout, Rows]:
-    """Rows that other ranks have, as one rollout.
+def join_written(written: Sequence[tuple[int, int, WrittenRows]]) -> JoinedRows:
+    """Join rows of groups, of which there is at least one.
 
     Args:
-      written: of each group the number under which its rows are kept, its replica and these rows.
+      written: of each group the number under which its rows are kept, its replica and the rows.
+    """
+    numbers, generators, parts = zip(*written, strict=True)
+    first = parts[0]
+    rollout: dict[str, Any] = {}
+    for name, value in first.rollout.items():
+        values = [part.rollout[name] for part in parts]
+        if name in ("entries", "episodes"):
+            value = add_totals(*values)
+        rollout[name] = np.concatenate(values) if isinstance(value, np.ndarray) else value
+    fields = {name: np.concatenate([part.fields[name] for part in parts]) for name in first.fields}
+    owner = np.repeat(generators, counts := np.array([len(part.owner) for part in parts]))
+    joined = WrittenRows(rollout, owner, fields, first.lines, first.further)
+    return JoinedRows(np.array(numbers), np.array(generators), counts, joined)
+
+
+def joined_rollout(joined: JoinedRows, mesh: Mesh, device: torch.device) -> Rollout:
+    """Completions or episodes of groups that other ranks have.
+
+    Args:
+      joined: of the groups.
       mesh: of the ranks that have them.
       device: of this rank.
+    """
+    facts = joined.written.rollout
+    here = {name: torch.from_numpy(x).to(device) for name, x in facts.items() if isinstance(x, np.ndarray)}
+    owner = np.repeat(joined.generators, len(here["lengths"]) // len(joined.numbers))
+    return Rollout(completions=(), mesh=mesh, **{**facts, **here, "owner": owner, "reward_s": 0.0})
+
+
+def joined_rows(joined: JoinedRows, mesh: Mesh, device: torch.device, samples: int) -> Rows:
+    """Rows of groups that other ranks have.
+
+    Args:
+      joined, mesh, device: as of `joined_rollout`.
       samples: of a group.
     """
-    parts = []
-    facts = list[Mapping[str, Any]]()
-    for number, generator, own in written:
-        assert own is not None
-        parts.append(remote_rows(number, own._replace(owner=np.full(len(own.owner), generator)), mesh, device))
-        owner = np.full(len(own.rollout["owner"]), generator)
-        here = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in own.rollout.items()}
-        facts.append({**here, "owner": owner})
-    return join_groups(facts, parts, mesh, samples=samples)
+    written = joined.written
+    batch = declare(blank_batch(written, device), ORIGIN)
+    begins = np.cumsum(joined.counts) - joined.counts
+    places = np.repeat(np.arange(len(joined.numbers)), joined.counts)
+    origins = (joined.numbers[places] << 32) + np.arange(len(places)) - begins[places]
+    group_B = torch.from_numpy(places).to(device)
+    batch = batch._replace(origin=torch.from_numpy(origins).to(device), group=group_B)
+    episode_B = batch.get("episode")
+    if episode_B is not None:
+        batch = batch._replace(episode=episode_B + group_B * samples)
+        batch = batch._replace(unit=episode_units(batch).index)
+    return rows_of(batch, written.owner, mesh)
 
 
 def remote_rows(number: int, written: WrittenRows, mesh: Mesh, device: torch.device) -> Rows:
@@ -328,7 +412,8 @@ def remote_rows(number: int, written: WrittenRows, mesh: Mesh, device: torch.dev
     Args:
       number: under which each rank keeps its own.
       written: facts of the rows.
-      mesh, device: as of `joined_rows`.
+      mesh: of the ranks that have them.
+      device: of this rank.
     """
     batch = declare(blank_batch(written, device), ORIGIN)
     origins = torch.from_numpy(origins_of(number, written.owner)).to(device)

@@ -481,10 +481,10 @@ class RayGenerators(GroupGenerators, Requests):
         if place is not None:
             group = messages.in_place_of(self._replaced.pop(place, None), group)
             if self.refills and not delivered.keeps and self.ledger is not None and self.ledger.refill([place]):
-                self._replaced[place] = group
+                self._replaced[place] = messages.without_rows(group)
                 self._ask_places(self.ledger)
                 return
-        self._written[work.number] = group
+        self._keep_written(group)
         self._logged[work.number] = delivered.episodes
         self._rows |= delivered.rows
 

@@ -246,9 +246,13 @@ def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Row
       RewardError: no row is left.
     """
     agent_B, agent_G = (x.batch.group * 0 if (agent := x.batch.get("agent")) is None else agent for x in (rows, greedy))
-    keys_G = zip(greedy.batch.group.tolist(), agent_G.tolist(), strict=True)
-    places = {key: place for place, key in enumerate(keys_G)}
-    place_B = np.array([places.get(key, -1) for key in zip(prompt_B.tolist(), agent_B.tolist(), strict=True)])
+    agents = 1 + int(torch.cat([agent_B, agent_G]).max()) if len(agent_B) + len(agent_G) else 1
+    key_G = (greedy.batch.group * agents + agent_G).cpu().numpy()
+    key_B = prompt_B * agents + agent_B.cpu().numpy()
+    order = np.argsort(key_G, kind="stable")
+    sorted_keys = np.concatenate([[-1], key_G[order]])  # no row has the first
+    last_B = np.searchsorted(sorted_keys, key_B, side="right") - 1
+    place_B = np.where(sorted_keys[last_B] == key_B, np.concatenate([[-1], order])[last_B], -1)
     kept = np.flatnonzero(place_B >= 0)
     if not len(kept):
         raise RewardError("the greedy samples of all prompts, which are the baseline, failed or are unscored")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl.data.prompts import Example
+from funrl.kinds import line_places
 from funrl.rewards.call import RewardError
 from funrl.trainer.sources.episode_rows import kept_samples, rows_of_samples
 from funrl.trainer.sources.generation import Rollout
@@ -182,8 +183,8 @@ def join_chosen(parts: Sequence[Chosen]) -> Chosen:
 def first_chosen(chosen: Chosen, most: int) -> Chosen:
     """The first prompts by their places, in this order."""
     order = np.argsort(chosen.places)[:most]
-    numbers = np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(chosen.prompt_B == i) for i in order)])
-    rows = take(chosen.rows, numbers)
+    begins = np.cumsum(chosen.counts) - chosen.counts
+    rows = take(chosen.rows, line_places(begins[order], chosen.counts[order]).numpy())
     episode_B = rows.batch.get("episode")
     if episode_B is not None:
         rows = rows.with_fields(episode=episode_B.unique_consecutive(return_inverse=True)[1])

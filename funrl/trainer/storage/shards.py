@@ -1,7 +1,8 @@
 """Shards of named tensors on disk: which rank writes which chunk, and how bytes go to and from tensorstore.
 
-Every chunk is written once, by one of the ranks that hold it; ranks take turns, so that each writes about as much. For
-reading, a tensor that several ranks need is split over them, read once, and resharded.
+Every chunk is written once, by one of the ranks that hold it; ranks take turns, so that each writes about as much.
+Small parts of ranks are joined to larger chunks before they are written, for many slivers take long. For reading, a
+tensor that several ranks need is split over them, read once, and resharded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.mesh import mesh as meshes
+from funrl.mesh.collectives import ragged_all_to_all
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.plan import slices, volume
 from funrl.mesh.reading import TensorFiles, read_onto_mesh
@@ -32,6 +35,8 @@ from funrl.trainer.storage import shard_server
 from funrl.trainer.storage.shard_server import Array, Edges, ReadShards, ShardPart
 
 CHUNK_BYTES = 16 << 20  # the largest chunk: what a rank of another mesh reads to get any part of it
+LEAST_SHARE = 16  # a chunk has at least such a part of the largest one's bytes, a mebibyte, unless its tensor has less
+EXCHANGE_BYTES = 64 << 20  # of a rank's parts, in one exchange that joins parts
 WINDOW_BYTES = 128 << 20  # read at a time, while what was read before is exchanged
 SHARD_ALIGNMENT = 64
 KILLED_S = 5.0  # for a process that was killed
@@ -63,35 +68,58 @@ class OwnShards(NamedTuple):
       parts: this rank's chunks.
       created: the arrays that this rank declares.
       nbytes: of all its chunks, as they are in memory.
+      joined: arrays whose chunks have parts of several ranks.
     """
 
     arrays: dict[str, Array]
     parts: tuple[ShardPart, ...]
     created: frozenset[str]
     nbytes: int
+    joined: Mapping[str, JoinedArray] = {}
 
 
-def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> OwnShards:
+class JoinedArray(NamedTuple):
+    """An array that ranks write in another layout than they hold it.
+
+    Attributes:
+      layout: in which they write it.
+      axes: over which they exchange its parts.
+      turn: of its first chunk.
+    """
+
+    layout: Layout
+    axes: tuple[str, ...]
+    turn: int
+
+
+def own_shards(
+    tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, *, join: bool = False
+) -> OwnShards:
     """The chunks that this rank writes.
 
     Args:
       tensors: this rank's, by name; the same names in the same order on every rank.
       layouts: of split arrays; the others are whole on every rank.
       mesh: the ranks that hold the tensors.
+      join: whether ranks join small parts; `copy_to_memory` is then collective.
     """
     arrays: dict[str, Array] = {}
     boxes: list[tuple[str, Edges]] = []
     created = set()
+    joined = {}
     turn = 0
     for name, x in tensors.items():
         layout = layouts.get(name) or whole_layout(x.shape, mesh)
+        if join and (axes := joined_axes(layout, x.element_size())):
+            layout = without_axes(layout, axes)
+            joined[name] = JoinedArray(layout, axes, turn)
         largest = layout.local_shape()  # the same on every rank, and so are the turns
         arrays[name] = Array(layout.shape, DTYPE_NAMES[x.dtype], chunk_shape(largest, x.element_size()))
         spread = tuple(axis for axis in AXES if axis not in layout.axes)
         ranks = mesh.size(spread)
         own_turn = int(mesh.index(spread))
         origin = tuple(low for low, _ in layout.box(mesh.rank))
-        for number, local in enumerate(chunks(tuple(x.shape), arrays[name].chunk)):
+        for number, local in enumerate(chunks(layout.local_shape(mesh.rank), arrays[name].chunk)):
             if (turn + number) % ranks != own_turn:
                 continue
             box = tuple((low + start, high + start) for (low, high), start in zip(local, origin, strict=True))
@@ -102,7 +130,29 @@ def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mes
         if not math.prod(largest) and mesh.rank == 0:
             created.add(name)
     parts, nbytes = place_parts(boxes, arrays)
-    return OwnShards(arrays, parts, frozenset(created), nbytes=nbytes)
+    return OwnShards(arrays, parts, frozenset(created), nbytes=nbytes, joined=joined)
+
+
+def joined_axes(layout: Layout, itemsize: int) -> tuple[str, ...]:
+    """Axes over which ranks join their parts of a tensor, so that chunks are large enough; (): none.
+
+    Whole dims are joined: the one of the fewest parts that suffices, else that of the most and a further one.
+    """
+    sizes = dict(zip(AXES, layout.sizes, strict=True))
+    axes: tuple[str, ...] = ()
+    nbytes = math.prod(layout.local_shape()) * itemsize
+    split = sorted((math.prod(sizes[axis] for axis in spec), spec) for spec in layout.spec if spec)
+    while split and nbytes * LEAST_SHARE < CHUNK_BYTES:
+        ranks, spec = next((x for x in split if nbytes * x[0] * LEAST_SHARE >= CHUNK_BYTES), split[-1])
+        split.remove((ranks, spec))
+        axes += spec
+        nbytes *= ranks
+    return tuple(axis for axis in AXES if axis in axes)
+
+
+def without_axes(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    """The layout of a tensor that some axes do not split."""
+    return Layout(layout.shape, tuple(() if set(spec) & set(axes) else spec for spec in layout.spec), layout.sizes)
 
 
 def place_parts(boxes: Sequence[tuple[str, Edges]], arrays: Mapping[str, Array]) -> tuple[tuple[ShardPart, ...], int]:
@@ -121,17 +171,27 @@ def joined_shards(first: OwnShards, second: OwnShards) -> OwnShards:
     moved = (part._replace(offset=part.offset + first.nbytes) for part in second.parts)
     nbytes = first.nbytes + second.nbytes
     return OwnShards(
-        first.arrays | second.arrays, (*first.parts, *moved), first.created | second.created, nbytes=nbytes
+        first.arrays | second.arrays,
+        (*first.parts, *moved),
+        first.created | second.created,
+        nbytes=nbytes,
+        joined={**first.joined, **second.joined},
     )
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """A shape of at most `CHUNK_BYTES` that divides a rank's part of a tensor; outer dims are divided first."""
+    """A shape of about `CHUNK_BYTES` at most that divides a rank's part of a tensor; outer dims are divided first.
+
+    A dim that no number divides into large enough parts stays whole.
+    """
     chunk = list(shape)
     for dim, length in enumerate(shape):
-        needed = -(-math.prod(chunk) * itemsize // CHUNK_BYTES)
+        nbytes = math.prod(chunk) * itemsize
+        needed = -(-nbytes // CHUNK_BYTES)
         if needed > 1:
-            chunk[dim] = length // next(n for n in range(min(needed, length), length + 1) if length % n == 0)
+            parts = next(n for n in range(min(needed, length), length + 1) if length % n == 0)
+            if nbytes // parts * LEAST_SHARE >= CHUNK_BYTES:
+                chunk[dim] = length // parts
     return tuple(chunk)
 
 
@@ -281,12 +341,120 @@ class ShardServer:
 def copy_to_memory(
     own: OwnShards, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, memory: Memory
 ) -> None:
-    """Copy this rank's chunks of some tensors to the shared memory: what changes afterwards is not written."""
+    """Copy this rank's chunks of some tensors to the shared memory: what changes afterwards is not written.
+
+    Collective where `own` has joined arrays.
+    """
+    places = {}
     for part in (part for part in own.parts if part.name in tensors):
         x = tensors[part.name]
+        shape = [high - low for low, high in part.box]
+        place = memory.tensor(part.offset, x.dtype, shape)
+        if part.name in own.joined:
+            places[part.name, part.box] = place
+            continue
         layout = layouts.get(part.name) or whole_layout(x.shape, mesh)
-        chunk = x.detach()[slices(part.box, layout.box(mesh.rank))]
-        memory.tensor(part.offset, x.dtype, chunk.shape).copy_(chunk)
+        place.copy_(x.detach()[slices(part.box, layout.box(mesh.rank))])
+    for names in _exchanges(own, tensors, layouts):
+        _join_parts(own, {name: tensors[name] for name in names}, layouts, mesh, places)
+
+
+def _exchanges(own: OwnShards, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> Iterator[list[str]]:
+    """Names of joined arrays whose parts are exchanged together, over the same axes; the same on every rank."""
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    for name, array in own.joined.items():
+        if name in tensors:
+            by_axes.setdefault(array.axes, []).append(name)
+    for names in by_axes.values():
+        together: list[str] = []
+        nbytes = 0
+        for name in names:
+            together.append(name)
+            nbytes += math.prod(layouts[name].local_shape()) * tensors[name].element_size()
+            if nbytes >= EXCHANGE_BYTES:
+                yield together
+                together = []
+                nbytes = 0
+        if together:
+            yield together
+
+
+def _join_parts(
+    own: OwnShards,
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    places: Mapping[tuple[str, Edges], Tensor],
+) -> None:
+    """Exchange parts of arrays with the ranks over their axes. Collective.
+
+    Args:
+      own: of this rank.
+      tensors: this rank's parts of the arrays, all joined over the same axes.
+      layouts: of the parts.
+      mesh: whose ranks write together.
+      places: memory of the chunks that this rank writes.
+    """
+    axes = own.joined[next(iter(tensors))].axes
+    ranks = meshes.peers(mesh.sizes, axes, mesh.rank)
+    pieces: list[list[Tensor]] = [[] for _ in ranks]
+    arriving: list[list[tuple[Tensor, int]]] = [[] for _ in ranks]
+    for name, x in tensors.items():
+        boxes = [layouts[name].box(rank) for rank in ranks]
+        for chunk, writer in _writers(own, name, mesh):
+            if writer is None:
+                continue
+            here = overlap(chunk, boxes[int(mesh.index(axes))])
+            if here is not None:
+                pieces[writer].append(_bytes_of(x.detach()[slices(here, boxes[int(mesh.index(axes))])]))
+            if ranks[writer] != mesh.rank:
+                continue
+            for source, box in enumerate(boxes):
+                part = overlap(chunk, box)
+                if part is not None:
+                    place = places[name, chunk][slices(part, chunk)]
+                    arriving[source].append((place, place.numel() * place.element_size()))
+    empty = torch.zeros(0, dtype=torch.uint8, device=mesh.device)
+    sent = torch.cat([empty, *(piece.to(mesh.device) for own_pieces in pieces for piece in own_pieces)])
+    send = [sum(map(len, own_pieces)) for own_pieces in pieces]
+    receive = [sum(nbytes for _, nbytes in parts) for parts in arriving]
+    arrived = ragged_all_to_all(sent, send, receive, mesh, axes).cpu()
+    begin = 0
+    for place, nbytes in itertools.chain(*arriving):
+        place.copy_(arrived[begin : begin + nbytes].clone().view(place.dtype).view(place.shape))
+        begin += nbytes
+
+
+def _writers(own: OwnShards, name: str, mesh: Mesh) -> Iterator[tuple[Edges, int | None]]:
+    """Chunks of this rank's part of a joined array, each with the rank over its axes that writes it; None: another."""
+    layout, axes, turn = own.joined[name]
+    spread = [axis for axis in AXES if axis not in layout.axes]
+    sizes = [mesh.sizes[axis] for axis in spread]
+    origin = layout.box(mesh.rank)
+    for number, local in enumerate(chunks(layout.local_shape(mesh.rank), own.arrays[name].chunk)):
+        box = tuple((low + start, high + start) for (low, high), (start, _) in zip(local, origin, strict=True))
+        position = (turn + number) % math.prod(sizes)
+        writer = 0
+        stride = 1
+        for axis, size in zip(reversed(spread), reversed(sizes), strict=True):
+            position, place = divmod(position, size)
+            if axis in axes:
+                writer += place * stride
+                stride *= size
+            elif place != mesh.index(axis):
+                stride = 0
+                break
+        yield box, writer if stride else None
+
+
+def overlap(one: Edges, other: Edges) -> Edges | None:
+    """The box that two boxes share; None: none."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return box if all(low < high for low, high in box) else None
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 class Database(NamedTuple):
