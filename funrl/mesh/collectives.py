@@ -142,6 +142,11 @@ def start_psum_scatters(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Te
     return [_c10d.reduce_scatter_tensor(x, *arguments) for x in whole]
 
 
+def start_psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Begin to sum a tensor over `axes`, into a new one. No gradient; `wait` for the result before use."""
+    return x.detach() if mesh.size(axes) == 1 else _c10d.all_reduce(x.detach(), "sum", mesh.group_name(axes))
+
+
 def start_shift(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     """Begin to send to the next rank of `axes`, and to receive of the one before, round a ring; `wait` for it.
 

@@ -1,12 +1,13 @@
 """Bytes of weights, gradients and moments that an update in bfloat16 moves on a GPU, and the memory of the copies."""
 
 import pytest
-from dry_jobs import CPU, H100, small, write_config
+from dry_jobs import CPU, H100, SIZES, small, write_config
 
 from funrl import trees
 from funrl.algos import grpo
 from funrl.cost import dry_run
 from funrl.cost.tracing.hardware import HARDWARE
+from funrl.mesh import sums
 from funrl.trainer.settings.settings import settings_of
 
 GATHERED = {"mesh": "dp2", "fsdp": True}
@@ -42,6 +43,15 @@ def test_other_updates_are_counted_too(hardware, flags):
     moved = estimate.phases["update_policy"].weight_bytes
     assert ("adamw_leaves" in moved) == hardware.accelerator
     assert ("_foreach_addcmul_" in moved) == (not hardware.accelerator)
+
+
+def test_sums_over_ranks_run_beside_the_last_backward_pass(monkeypatch):
+    monkeypatch.setattr(sums, "SUM_BYTES", 1 << 12)
+    sent = updated(mesh="dp2", dtype="bfloat16")[1].phases["update_policy"]
+    ((key, every),) = ((key, traffic) for key, traffic in sent.traffic.items() if key[0] == "all_reduce")
+    # The embedding's gradient is the last, and a rank waits for its sum.
+    embedding = 4 * SIZES["vocab"] * SIZES["embed"]
+    assert sent.early[key].nbytes == pytest.approx(every.nbytes - embedding, rel=0.01)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_a_gather_copies_only_what_is_not_in_place(compute):
             landed = land_gather(group, start_gather(group))
     small = 2 * torch.Size(LAYER["k"][1]).numel() // RANKS  # shards that share a message
     cast = NUMBERS // RANKS if item == 2 else small
-    # With one buffer for a layer it was NUMBERS // RANKS + NUMBERS in both dtypes; with `embed` always split two thirds.
+    # With one buffer for a layer it was NUMBERS // RANKS + NUMBERS in both dtypes; with `embed` split two thirds of it.
     assert copies.copied == copies.made == item * (cast + COPIED)
     assert COPIED < NUMBERS / 10
     assert sum(x.nbytes for x in landed) == item * NUMBERS
