@@ -112,7 +112,7 @@ def ragged_all_to_all(x: Tensor, send: list[int], receive: list[int], mesh: Mesh
     return x if mesh.size(axes) == 1 else _RaggedAllToAll.apply(x, send, receive, mesh.group_name(axes))
 
 
-def send_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
+def exchange_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
     """`ragged_all_to_all` without a gradient."""
     return x if mesh.size(axes) == 1 else _send_rows(x, send, receive, mesh.group_name(axes))
 

@@ -148,7 +148,7 @@ def test_attention_over_a_split_row_is_that_over_the_whole(monkeypatch):
 def test_ranks_of_a_ring_have_the_same_work(ranks, tokens):
     """One sequence fills the row. With contiguous parts the last rank had (2n - 1) / n of the mean, 1.875 of 8."""
     offsets = torch.tensor([0, ranks * tokens], dtype=torch.int32)
-    every = [ring_attention.halves_of(rank, ranks, tokens) for rank in range(ranks)]
+    every = [ring_attention.ring_halves(rank, ranks, tokens) for rank in range(ranks)]
     assert sorted(half.first for halves in every for half in halves) == sorted({h.first for hs in every for h in hs})
     assert all(sum(half.count for half in halves) == tokens for halves in every)
 
@@ -164,7 +164,7 @@ def test_ranks_of_a_ring_have_the_same_work(ranks, tokens):
 
 
 def test_a_window_leaves_out_halves_that_are_too_far():
-    queries, keys = (ring_attention.halves_of(rank, 4, 16) for rank in (0, 3))  # 0 to 7 and 56 to 63; 24 to 39
+    queries, keys = (ring_attention.ring_halves(rank, 4, 16) for rank in (0, 3))  # 0 to 7 and 56 to 63; 24 to 39
     assert ring_attention.half_pairs(queries, keys, 0) == [(1, 0), (1, 1)]
     assert ring_attention.half_pairs(queries, keys, 18) == [(1, 1)]  # 56 sees 39
     assert ring_attention.half_pairs(queries, keys, 17) == []

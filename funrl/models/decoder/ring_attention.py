@@ -23,7 +23,7 @@ from funrl.compiled_kernels.attention import add_sinks, sink_gradient
 from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.flash_kernel import flash_kernel
 from funrl.compiled_kernels.varlen_attention import is_for_flash, planned_segments
-from funrl.mesh.collectives import send_rows, start_shift, wait
+from funrl.mesh.collectives import exchange_rows, start_shift, wait
 from funrl.mesh.mesh import Mesh
 
 _AXIS = "sequence"
@@ -102,7 +102,7 @@ class HalfPair(NamedTuple):
     key: int
 
 
-def halves_of(rank: int, ranks: int, tokens: int) -> tuple[Half, Half]:
+def ring_halves(rank: int, ranks: int, tokens: int) -> tuple[Half, Half]:
     """The early and the late half that a rank works on; `tokens` are those of a rank's part."""
     first_count = tokens - tokens // 2
 
@@ -173,7 +173,7 @@ class _Ring(AutogradFunction):
 
 
 def _own_halves(tokens: int, mesh: Mesh) -> tuple[Half, Half]:
-    return halves_of(int(mesh.index(_AXIS)), mesh.size(_AXIS), tokens)
+    return ring_halves(int(mesh.index(_AXIS)), mesh.size(_AXIS), tokens)
 
 
 def _split(x: Tensor, halves: tuple[Half, Half]) -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ def _to_zigzag(x: Tensor, mesh: Mesh) -> Tensor:
     counts = [(_worker(2 * own + i, ranks), len(part)) for i, part in enumerate(parts)]
     sent = torch.cat(parts[::-1] if 2 * own >= ranks else parts)  # in the order of the ranks that they go to
     arriving = [(half.first // len(x), half.count) for half in _own_halves(len(x), mesh)]
-    return send_rows(sent, _by_rank(counts, ranks), _by_rank(arriving, ranks), mesh, _AXIS)
+    return exchange_rows(sent, _by_rank(counts, ranks), _by_rank(arriving, ranks), mesh, _AXIS)
 
 
 def _from_zigzag(x: Tensor, mesh: Mesh) -> Tensor:
@@ -205,7 +205,7 @@ def _from_zigzag(x: Tensor, mesh: Mesh) -> Tensor:
     counts = [len(x) - len(x) // 2, len(x) // 2]
     sent = [(half.first // len(x), half.count) for half in _own_halves(len(x), mesh)]
     arriving = [(_worker(2 * own + i, ranks), count) for i, count in enumerate(counts)]
-    rows = send_rows(x.contiguous(), _by_rank(sent, ranks), _by_rank(arriving, ranks), mesh, _AXIS)
+    rows = exchange_rows(x.contiguous(), _by_rank(sent, ranks), _by_rank(arriving, ranks), mesh, _AXIS)
     return torch.cat(rows.split(counts[::-1])[::-1]) if 2 * own >= ranks else rows
 
 
@@ -229,7 +229,7 @@ def _parts(kv: Tensor, mesh: Mesh) -> Iterator[tuple[tuple[Half, Half], Tensor]]
     own = int(mesh.index(_AXIS))
     for step in range(ranks):
         coming = start_shift(kv, mesh, _AXIS) if step + 1 < ranks else None
-        yield halves_of((own - step) % ranks, ranks, kv.shape[1]), kv
+        yield ring_halves((own - step) % ranks, ranks, kv.shape[1]), kv
         if coming is not None:
             kv = wait(coming).view(kv.shape)
 
