@@ -12,7 +12,7 @@ from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh.mesh import AXES, coordinates, parse
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, layouts
 from funrl.mesh.simulate import gather, per_rank, scatter, simulate
-from funrl.models import fsdp, gather_buffers
+from funrl.models import decoder_config, decoder_model, fsdp, gather_buffers
 from funrl.models.gather_buffers import (
     GatherDtypes,
     buffers_of,
@@ -67,6 +67,35 @@ RANKS = 4
 NUMBERS = sum(torch.Size(shape).numel() for _, shape in LAYER.values())
 COPIED = sum(torch.Size(LAYER[name][1]).numel() for name in ("k", "v"))  # which share a message
 IN_PLACE = NUMBERS - COPIED
+
+
+LLAMA_70B = {"embed": 8192, "heads": 64, "kv_heads": 8, "head": 128, "mlp": 28672}
+QWEN3_8B = {"embed": 4096, "heads": 32, "kv_heads": 8, "head": 128, "mlp": 12288}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "percent"),
+    [  # with `embed` always split these were 65, and 74 in the last row
+        (LLAMA_70B, "dp8", 0),
+        (LLAMA_70B, "dp16", 2),
+        (LLAMA_70B, "dp512", 10),
+        (QWEN3_8B, "dp8", 0),
+        (QWEN3_8B, "dp16", 4),
+        (QWEN3_8B, "dp8,tp4", 4),
+        (QWEN3_8B, "dp64,tp8", 22),  # more ranks than heads
+    ],
+)
+def test_few_bytes_of_published_layers_are_rearranged(sizes, mesh, percent):
+    model = decoder_model(decoder_config(vocab=8, layers=1, **sizes))
+    layer, axes = model.shapes["layers"][0], model.axes["layers"][0]
+    tables = fully_sharded(STORED), COMPUTE
+    stored, compute = (tuple(trees.leaves(layouts(layer, axes, table, parse(mesh)))) for table in tables)
+    buffers = buffers_of(("w",) * len(stored), stored, compute, (True,) * len(stored))
+    gathered = copied = 0
+    for bucket in buffers.buckets:
+        gathered += bucket.ranks * bucket.elements
+        copied += 0 if bucket.in_place else bucket.ranks * bucket.elements
+    assert round(100 * copied / gathered) == percent
 
 
 class Copies(TorchDispatchMode):
