@@ -129,19 +129,29 @@ def nbytes(tree: Tree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves(tree))
 
 
-def value_and_grad(fn: Callable[..., tuple[Tensor, object]]) -> Callable[..., tuple[tuple[Tensor, Any], Tree]]:
+def value_and_grad(
+    fn: Callable[..., tuple[Tensor, object]], watch: Callable[[int, Tensor], None] | None = None
+) -> Callable[..., tuple[tuple[Tensor, Any], Tree]]:
     """Reverse-mode derivative of `fn(tree, *args) -> (scalar, aux)` with respect to its first argument.
 
     The gradient is taken outside of whatever `fn` compiles, so activation checkpointing and per-layer
     compilation inside `fn` keep working. A leaf that `fn` does not use gets a zero gradient.
+
+    Args:
+      fn: the function.
+      watch: (number of a leaf, its gradient) -> None; called during the backward pass for each leaf that `fn` uses, as
+        soon as its gradient is complete.
 
     Returns: a function with the arguments of `fn` that gives `((scalar, aux), gradient tree)`.
     """
 
     def wrapped(tree: Tree, *args, **kwargs):
         primal = map(lambda x: x.detach().requires_grad_(x.is_floating_point()), tree)
-        value, aux = fn(primal, *args, **kwargs)
         wanted = leaves(primal)
+        for i, x in enumerate(wanted):
+            if watch is not None and x.requires_grad:
+                x.register_hook(functools.partial(watch, i))
+        value, aux = fn(primal, *args, **kwargs)
         grads = torch.autograd.grad(value, wanted, allow_unused=True)
         filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, grads, strict=True)]
         return (value.detach(), map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)), fill(tree, filled)

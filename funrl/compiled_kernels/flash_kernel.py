@@ -25,9 +25,9 @@ class Kernel(NamedTuple):
 
     Attributes:
       name: who provides it.
-      forward: (q, k, v, offsets, longest, window, scale, cap) -> out, lse [H, T], and what `backward` needs of the
-        generator.
-      backward: (d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap) -> d_q, d_k, d_v.
+      forward: (q, k, v, offsets, longest, window, scale, cap, keys=None) -> out, lse [H, T], and what `backward` needs
+        of the generator. With `keys`, the offsets of segments of keys, a query sees all keys of its segment.
+      backward: (d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap, keys=None) -> d_q, d_k, d_v.
       caps: whether it can cap logits.
     """
 
@@ -178,59 +178,61 @@ def _flash_attn() -> Kernel | None:
     )
 
 
-def _window(window: int) -> dict[str, int]:
+def _window(window: int, keys: Tensor | None) -> dict[str, int]:
     """Window as flash kernels take it: tokens that a token sees before and after itself; -1 is all."""
-    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if keys is None else -1}
 
 
-def _flash_4_options(longest: int, window: int, scale: float, head: int) -> dict[str, object]:
+def _flash_4_options(
+    offsets: Tensor, longest: int, window: int, scale: float, head: int, keys: Tensor | None
+) -> dict[str, object]:
     """Options of flash-attn-4 for both directions. No bound on a side is None there: -1 beside 0 would be a window."""
     return {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets if keys is None else keys,
         "max_seqlen_q": longest,
         "max_seqlen_k": longest,
         "softmax_scale": scale or head**-0.5,
-        "causal": not window,
+        "causal": not window and keys is None,
         "window_size_left": window - 1 if window else None,
         "window_size_right": 0 if window else None,
     }
 
 
-def _flash_4_forward(interface, q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
-    options = _flash_4_options(longest, window, scale, q.shape[-1])
-    out, lse, *_ = interface._flash_attn_fwd(
-        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=cap, return_lse=True, **options
-    )
+def _flash_4_forward(interface, q, k, v, offsets, longest, window, scale=0.0, cap=0.0, keys=None):
+    options = _flash_4_options(offsets, longest, window, scale, q.shape[-1], keys)
+    out, lse, *_ = interface._flash_attn_fwd(q, k, v, softcap=cap, return_lse=True, **options)
     return out, lse, q.new_zeros(2, dtype=torch.uint64)
 
 
-def _flash_4_backward(interface, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
-    options = _flash_4_options(longest, window, scale, q.shape[-1])
-    return interface._flash_attn_bwd(
-        q, k, v, out, d_out, lse, cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=cap, **options
-    )
+def _flash_4_backward(
+    interface, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0, keys=None
+):
+    options = _flash_4_options(offsets, longest, window, scale, q.shape[-1], keys)
+    return interface._flash_attn_bwd(q, k, v, out, d_out, lse, softcap=cap, **options)
 
 
-def _torch_forward(q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
+def _torch_forward(q, k, v, offsets, longest, window, scale=0.0, cap=0.0, keys=None):
     out, lse, generator, _, _ = _aten._flash_attention_forward(
         q,
         k,
         v,
         offsets,
-        offsets,
+        offsets if keys is None else keys,
         longest,
         longest,
         0.0,
-        not window,
+        not window and keys is None,
         False,
         scale=scale or None,
-        **_window(window),
+        **_window(window, keys),
     )
     return out, lse, generator
 
 
-def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
+def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0, keys=None):
     unused = q.new_empty(0)
-    sizes = (offsets, offsets, longest, longest)
+    sizes = (offsets, offsets if keys is None else keys, longest, longest)
     return _aten._flash_attention_backward(
         d_out,
         q,
@@ -240,33 +242,35 @@ def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generato
         lse,
         *sizes,
         0.0,
-        not window,
+        not window and keys is None,
         generator,
         unused,
         scale=scale or None,
-        **_window(window),
+        **_window(window, keys),
     )
 
 
-def _flash_forward(forward, q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
+def _flash_forward(forward, q, k, v, offsets, longest, window, scale=0.0, cap=0.0, keys=None):
     out, lse, *_ = forward(
         q,
         k,
         v,
         offsets,
-        offsets,
+        offsets if keys is None else keys,
         longest,
         longest,
         dropout_p=0.0,
         softmax_scale=scale or q.shape[-1] ** -0.5,
-        causal=not window,
+        causal=not window and keys is None,
         softcap=cap,
-        **_window(window),
+        **_window(window, keys),
     )
     return out, lse, q.new_zeros(2, dtype=torch.uint64)
 
 
-def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
+def _flash_backward(
+    backward, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0, keys=None
+):
     d_q, d_k, d_v = (torch.empty_like(x) for x in (q, k, v))
     backward(
         d_out,
@@ -279,13 +283,13 @@ def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window
         d_k,
         d_v,
         offsets,
-        offsets,
+        offsets if keys is None else keys,
         longest,
         longest,
         dropout_p=0.0,
         softmax_scale=scale or q.shape[-1] ** -0.5,
-        causal=not window,
-        **_window(window),
+        causal=not window and keys is None,
+        **_window(window, keys),
         softcap=cap,
         alibi_slopes=None,
         deterministic=False,

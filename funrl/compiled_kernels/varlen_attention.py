@@ -97,7 +97,7 @@ def varlen_attention(
         raise KernelError("attention sinks have no form for XLA, and none with capped logits")
     if mutual_RM is not None and (blockwise or sinks_H is not None):
         raise KernelError("attention to later tokens has no form for XLA, and none with sinks")
-    no_sums = q_1THN.is_cuda and not _is_for_flash(q_1THN, 0.0)  # of weights
+    no_sums = q_1THN.is_cuda and not is_for_flash(q_1THN, 0.0)  # of weights
     if (sinks_H is not None and no_sums) or (mutual_RM is not None and (cap or no_sums)):
         seen_1TT = _seen(offsets, q_1THN.shape[1], window, mutual_RM)
         out_1THN = attention(q_1THN, k_1TKN, v_1TKN, seen_1TT, scale=scale, cap=cap or None, sinks_H=sinks_H)
@@ -269,8 +269,8 @@ def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     if is_aligned(q) and computes_exactly(q, k, v):  # not the C++ functions of a CPU
         used, _ = planned_segments(offsets, longest)
         sums = sequence_attention(q, k, v, used, AttentionOptions(window, scale, cap))
-        return *sums, q.new_zeros(2 if _is_for_flash(q, cap) else 0, dtype=torch.uint64)
-    if not _is_for_flash(q, cap):
+        return *sums, q.new_zeros(2 if is_for_flash(q, cap) else 0, dtype=torch.uint64)
+    if not is_for_flash(q, cap):
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
     used, longest = planned_segments(offsets, longest)
     kernel = flash_kernel(cap > 0, q.shape[-1])
@@ -280,7 +280,7 @@ def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
 
 @_backward.register_kernel("cuda")
 def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale=0.0, cap=0.0):
-    if not _is_for_flash(q, cap):
+    if not is_for_flash(q, cap):
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
     d_out = d_out.contiguous()
     used, longest = planned_segments(offsets, longest)
@@ -289,7 +289,7 @@ def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator
     return tuple(_zero_padding(grad, offsets) for grad in grads)
 
 
-def _is_for_flash(q: Tensor, cap: float) -> bool:
+def is_for_flash(q: Tensor, cap: float) -> bool:
     """True if a tensor on a GPU goes to the kernel of `flash_kernel`."""
     return q.element_size() == 2 and q.shape[-1] <= FLASH_HEAD and (not cap or flash_kernel(True, q.shape[-1]).caps)
 
@@ -318,7 +318,7 @@ def _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap):
 @_forward.register_fake
 def _(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
-    seed = 2 if q.device.type == "cuda" and _is_for_flash(q, cap) else 0
+    seed = 2 if q.device.type == "cuda" and is_for_flash(q, cap) else 0
     return torch.empty_like(q), lse, q.new_empty(seed, dtype=torch.uint64)
 
 

@@ -564,6 +564,8 @@ def estimate(
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
         phases = phases if not pool else pool_phases(phases, parts, job.dtype, rests=rests, pool=pool, apart=apart)
+        meshes = (mesh, parts.generator.mesh) if isinstance(parts, GeneratingParts) else (mesh,)
+        phases = tracing.with_communicators(phases, meshes, pool, hardware)
     return tracing.Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),
@@ -894,7 +896,9 @@ def _judge_estimate(settings: Settings, algorithm: Algorithm, tokens: int, hardw
         roles=(JUDGE,),
         step=f"{step}, all of full length",
         tokens=check_width(job, tokens),
-        phases={"score_judge": plus(verdicts.costs, {"weights": verdicts.weights})},
+        phases=tracing.with_communicators(
+            {"score_judge": plus(verdicts.costs, {"weights": verdicts.weights})}, (), JUDGE, hardware
+        ),
         axes=verdicts.axes,
         parameters=trees.count(model.shapes),
         trained=trees.count(model.shapes),

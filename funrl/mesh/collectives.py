@@ -112,6 +112,11 @@ def ragged_all_to_all(x: Tensor, send: list[int], receive: list[int], mesh: Mesh
     return x if mesh.size(axes) == 1 else _RaggedAllToAll.apply(x, send, receive, mesh.group_name(axes))
 
 
+def exchange_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
+    """`ragged_all_to_all` without a gradient."""
+    return x if mesh.size(axes) == 1 else _send_rows(x, send, receive, mesh.group_name(axes))
+
+
 def start_all_gathers(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Tensor]:
     """Begin to concatenate the shards of `axes` of each tensor along dim 0, into new tensors. No gradient.
 
@@ -140,6 +145,11 @@ def start_psum_scatters(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Te
     if _grouped(whole, mesh, axes):
         return _c10d.reduce_scatter_tensor_coalesced(whole, *arguments)
     return [_c10d.reduce_scatter_tensor(x, *arguments) for x in whole]
+
+
+def start_psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Begin to sum a tensor over `axes`, into a new one. No gradient; `wait` for the result before use."""
+    return x.detach() if mesh.size(axes) == 1 else _c10d.all_reduce(x.detach(), "sum", mesh.group_name(axes))
 
 
 def start_shift(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:

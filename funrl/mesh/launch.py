@@ -319,7 +319,8 @@ def groups(
 ) -> dict[tuple[str, ...], str]:
     """Names of this process's process groups in a mesh, one for every combination of axes that are larger than 1.
 
-    Called by every process of the run, in the same order. The groups of a mesh are made once.
+    Called by every process of the run, in the same order. The groups of a mesh are made once. On a GPU only groups of
+    which a collective is called have a communicator, and its memory.
 
     Args:
       sizes: of the axes.
@@ -341,10 +342,7 @@ def groups(
 
 
 def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelta | None) -> str | None:
-    """Name of this process's group among disjoint ones, which are made unless they are there; None outside of all.
-
-    NCCL splits the communicator of all processes into all the groups in one call; with gloo each group is a call.
-    """
+    """Name of this process's group among disjoint ones, which are made unless they are there; None outside of all."""
     everyone: Any = dist.group.WORLD
     rank = dist.get_rank()
     if len(parts[0]) == dist.get_world_size():
@@ -353,9 +351,7 @@ def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelt
     names = _made.setdefault(everyone, {})
     if parts not in names:
         group: Any = None
-        if _splits(everyone):
-            group = dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
-        else:
+        with _unbound(everyone):
             for part in parts:
                 joined = dist.new_group(list(part), timeout=timeout)
                 group = joined if rank in part else group
@@ -365,7 +361,15 @@ def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelt
     return names[parts]
 
 
-def _splits(everyone: Any) -> bool:
-    """True if a group's communicator can be split, as NCCL's on a device that it was given."""
+@contextlib.contextmanager
+def _unbound(everyone: Any) -> Iterator[None]:
+    """Inside, NCCL's groups are made without a communicator: each gets one with its first collective, or never.
+
+    Where the group of all processes is bound to a device, torch splits off a communicator for every new group at once.
+    """
     device = everyone.bound_device_id
-    return device is not None and everyone._get_backend(device).supports_splitting
+    everyone.bound_device_id = None
+    try:
+        yield
+    finally:
+        everyone.bound_device_id = device

@@ -34,6 +34,13 @@ class Uneven(str):
     """A mesh axis to split over whatever the size is: the last parts are shorter, or empty."""
 
 
+class Outermost(Uneven):
+    """A mesh axis that splits the outermost dim that it divides; where that is none before the rule's, as `Uneven`.
+
+    Parts of the outermost dim need no rearranging when they are gathered: one after the other they are the whole.
+    """
+
+
 class Fillable(str):
     """A mesh axis to split over any size that is not below its own: the last parts are shorter, or empty.
 
@@ -72,10 +79,11 @@ SPLIT_RESIDUAL: Rules = {"latent": "tensor", "norm": "tensor", "router": "tensor
 GENERATE: Rules = {**COMPUTE, "experts": None}  # ranks of `expert` generate other rows, each with all experts
 
 
-def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
-    """The table with `embed` split over `over` too: all matrices are then split over it, norms and biases are not.
+def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data", outermost: bool = True) -> Rules:
+    """The table with every tensor that has a dim `embed` split over `over` too: all matrices, no norms and biases.
 
-    The size need not divide: parts are ceiling chunks, so the last ranks have less, or nothing.
+    The outermost dim that divides is split. Where none before `embed` does, `embed` is, and need not divide: parts are
+    ceiling chunks, so the last ranks have less, or nothing.
 
     Every matrix has exactly one dim `embed`, or `expert_embed` if it has a dim `experts`; the latter is split over
     those of the axes that do not split `experts`. Of the two factors of an adapter one has it, and the other is small.
@@ -83,8 +91,10 @@ def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
     Args:
       rules: how parameters are stored, such as `STORED`.
       over: some of `Mesh.token_axes`. Leaving out one of them shards inside a group and replicates across groups.
+      outermost: False: `embed` itself is always split. A weight and its adapters are then split along the same dims,
+        so that a rank merges its own parts of them.
     """
-    axes = tuple(map(Uneven, _tuple(over)))
+    axes = tuple(map(Outermost if outermost else Uneven, _tuple(over)))
     taken = _tuple(rules["experts"])
     return {**rules, "embed": axes, "expert_embed": tuple(axis for axis in axes if axis not in taken)}
 
@@ -154,7 +164,7 @@ def layout(
     if len(logical) != len(shape):
         raise MeshError(f"{name}: shape {tuple(shape)} has {len(shape)} dims but its logical axes are {logical}")
     spec = []
-    for length, axis in zip(shape, logical, strict=True):
+    for dim, (length, axis) in enumerate(zip(shape, logical, strict=True)):
         if axis not in rules:
             raise MeshError(f"{name}: logical axis {axis!r} has no rule; the table knows {sorted(rules)}")
         rule = rules[axis]
@@ -174,7 +184,12 @@ def layout(
                 f"{name}: {axis} has size {length}, which does not divide over {mesh} ({parts} parts); "
                 f"choose a size for {'/'.join(shorts[a] for a in over)} that divides {length}"
             )
-        spec.append(tuple(str(a) for a in over if sizes[a] > 1))
+        spec.append(())
+        place = dim
+        if over and all(isinstance(a, Outermost) for a in over):
+            held = [math.prod(sizes[a] for a in axes) for axes in spec]
+            place = next((i for i in range(dim) if shape[i] % (held[i] * parts) == 0), dim)
+        spec[place] += tuple(str(a) for a in over if sizes[a] > 1)
     used = [a for axes in spec for a in axes]
     twice = sorted({a for a in used if used.count(a) > 1})
     if twice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.mesh.message_sizes import message_bytes
-from funrl.mesh.rules import Layout, rest_axes
+from funrl.mesh.rules import rest_axes
 
 SUM_BYTES = 128 << 20  # summed in one collective of few ranks; a larger leaf goes alone
 
@@ -53,31 +54,115 @@ def sum_rest(
     Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of row_axes.
     """
     leaves = trees.leaves(grads)
-    layouts = trees.leaves(stored)
-    rest = rest_axes(stored, compute, mesh, partial=partial)
-    of_rows = tuple(axis for axis in mesh.row_axes if mesh.sizes[axis] > 1)
-    for axes in sorted({*rest, of_rows}):
-        which = [i for i, over in enumerate(rest) if over == axes]
-        with_extra = extra if axes == of_rows else ()
-        level = [_level(leaves[i], layouts[i]) for i in which]
-        summed, with_extra = psum_tree((level, with_extra), mesh, axes)
-        for i, x in zip(which, summed, strict=True):
-            leaves[i] = x if x.shape == leaves[i].shape else x[: leaves[i].numel()].view(leaves[i].shape)
-        if axes == of_rows:
-            extra = with_extra
-    return trees.fill(grads, leaves), extra
+    sums = RestSums(stored, rest_axes(stored, compute, mesh, partial=partial), [x.dtype for x in leaves], mesh)
+    sums.begin(extra)
+    for i, x in enumerate(leaves):
+        sums.add(i, x)
+    summed, extra = sums.finish()
+    return trees.fill(grads, summed), extra
 
 
-def _level(x: Tensor, layout: Layout) -> Tensor:
-    """A gradient; flat and with 0s behind it where other ranks have more of it.
+class _Bucket(NamedTuple):
+    """Leaves that are summed over the same axes in one collective: numbers of gradients, then of further tensors."""
 
-    A sum's order depends on its place in a bucket. So what is equal on some ranks stays equal, bit for bit.
+    axes: tuple[str, ...]
+    leaves: tuple[int, ...]
+
+
+class _Part(NamedTuple):
+    """Size of a leaf in a bucket."""
+
+    dtype: torch.dtype
+    nbytes: int
+
+
+class _Place(NamedTuple):
+    """Elements of a leaf in its bucket, and its shape, which may have fewer."""
+
+    elements: int
+    shape: torch.Size
+
+
+class RestSums:
+    """Sums of gradients over `rules.rest_axes`, which begin bucket by bucket as the gradients arrive.
+
+    A bucket is sent when its gradients and the buckets before it are there: in one order on all ranks. That is the
+    order in which a backward pass reaches them. A tree has its leaves in the order of use, so the last bucket is first.
+
+    Args:
+      stored: layouts of the gradients.
+      rest: for each leaf the axes to sum it over.
+      dtypes: of the gradients.
+      mesh: of the layouts.
+
+    Example: sums.begin(metrics); sums.add(i, gradient) for each leaf; gradients, metrics = sums.finish().
     """
-    longest = layout.local_shape()
-    return x if tuple(x.shape) == longest else F.pad(x.reshape(-1), (0, math.prod(longest) - x.numel()))
+
+    def __init__(
+        self, stored: trees.Tree, rest: Sequence[tuple[str, ...]], dtypes: Sequence[torch.dtype], mesh: Mesh
+    ) -> None:
+        self.layouts = trees.leaves(stored)
+        self.rest = rest
+        self.dtypes = dtypes
+        self.mesh = mesh
+        self.extra: trees.Tree = ()
+        self.values: dict[int, Tensor] = {}
+        self.places: dict[int, _Place] = {}
+        self.buckets: list[_Bucket] = []
+        self.sent: list[Tensor] = []
+
+    def begin(self, extra: trees.Tree) -> None:
+        """Lay out the buckets, with further tensors to sum over the `row_axes`; before the first gradient is added."""
+        self.extra = extra
+        parts = [
+            _Part(dtype, dtype.itemsize * math.prod(layout.local_shape()))
+            for dtype, layout in zip(self.dtypes, self.layouts, strict=True)
+        ]
+        further = trees.leaves(extra)
+        of_rows = tuple(axis for axis in self.mesh.row_axes if self.mesh.sizes[axis] > 1)
+        rest = [*self.rest, *[of_rows] * len(further)]
+        parts += [_Part(x.dtype, x.nbytes) for x in further]
+        for axes in set(rest) - {()}:
+            which = [i for i, over in enumerate(rest) if over == axes]
+            most = message_bytes(self.mesh.size(axes), SUM_BYTES)
+            for dtype in {parts[i].dtype for i in which}:
+                together = _buckets([parts[i] for i in which], dtype, most)
+                self.buckets += [_Bucket(axes, tuple(which[i] for i in bucket)) for bucket in together]
+        self.buckets.sort(key=lambda bucket: bucket.leaves[0], reverse=True)
+        for i, x in enumerate(further, len(self.layouts)):
+            self._add(i, x, x.shape)
+
+    def add(self, i: int, gradient: Tensor) -> None:
+        """Add the gradient of the leaf of a number. Sums begin of all buckets that are complete."""
+        room = math.prod(self.layouts[i].local_shape()) if self.rest[i] else gradient.numel()
+        # A sum's order depends on its place in a bucket: with 0s after it what is equal on some ranks stays so.
+        padded = gradient if room == gradient.numel() else F.pad(gradient.reshape(-1), (0, room - gradient.numel()))
+        self._add(i, padded, gradient.shape)
+
+    def _add(self, i: int, value: Tensor, shape: torch.Size) -> None:
+        self.values[i] = value
+        self.places[i] = _Place(value.numel(), shape)
+        while len(self.sent) < len(self.buckets):
+            bucket = self.buckets[len(self.sent)]
+            if any(leaf not in self.values for leaf in bucket.leaves):
+                return
+            flat = torch.cat([self.values.pop(leaf).detach().reshape(-1) for leaf in bucket.leaves])
+            self.sent.append(collectives.start_psum(flat, self.mesh, bucket.axes))
+
+    def finish(self) -> tuple[list[Tensor], trees.Tree]:
+        """The sums of all gradients, and of the further tensors."""
+        summed = self.values
+        for bucket, flat in zip(self.buckets, self.sent, strict=True):
+            places = [self.places[leaf] for leaf in bucket.leaves]
+            parts = collectives.wait(flat).split([place.elements for place in places])
+            for leaf, place, part in zip(bucket.leaves, places, parts, strict=True):
+                summed[leaf] = part[: place.shape.numel()].view(place.shape)
+        count = len(self.layouts)
+        every = [summed[i] for i in sorted(summed)]
+        return every[:count], trees.fill(self.extra, every[count:])
 
 
-def _buckets(values: Sequence[Tensor], dtype: torch.dtype, most: int) -> Iterator[list[int]]:
+def _buckets(values: Sequence[Tensor | _Part], dtype: torch.dtype, most: int) -> Iterator[list[int]]:
     """Indices of the values of a dtype, in runs of at most `most` bytes."""
     bucket: list[int] = []
     room = most

@@ -53,7 +53,7 @@ def gradients(out, inputs, d_out):
 
 def test_heads_of_more_than_256_numbers_are_not_for_the_kernel_of_a_gpu():
     wide_THN = torch.empty(2, 1, 512, dtype=torch.bfloat16, device="meta")
-    assert kernels._is_for_flash(wide_THN[..., :256], 0.0) and not kernels._is_for_flash(wide_THN, 0.0)
+    assert kernels.is_for_flash(wide_THN[..., :256], 0.0) and not kernels.is_for_flash(wide_THN, 0.0)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

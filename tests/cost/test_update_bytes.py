@@ -1,12 +1,13 @@
 """Bytes of weights, gradients and moments that an update in bfloat16 moves on a GPU, and the memory of the copies."""
 
 import pytest
-from dry_jobs import CPU, H100, small, write_config
+from dry_jobs import CPU, H100, SIZES, small, write_config
 
 from funrl import trees
 from funrl.algos import grpo
 from funrl.cost import dry_run
-from funrl.cost.tracing.hardware import HARDWARE
+from funrl.cost.tracing.hardware import COMMUNICATOR_BYTES, HARDWARE
+from funrl.mesh import sums
 from funrl.trainer.settings.settings import settings_of
 
 GATHERED = {"mesh": "dp2", "fsdp": True}
@@ -41,6 +42,33 @@ def test_other_updates_are_counted_too(hardware, flags):
     moved = estimate.phases["update_policy"].weight_bytes
     assert ("adamw_leaves" in moved) == hardware.accelerator
     assert ("_foreach_addcmul_" in moved) == (not hardware.accelerator)
+
+
+def test_sums_over_ranks_run_beside_the_last_backward_pass(monkeypatch):
+    monkeypatch.setattr(sums, "SUM_BYTES", 1 << 12)
+    sent = updated(mesh="dp2", dtype="bfloat16")[1].phases["update_policy"]
+    ((key, every),) = ((key, traffic) for key, traffic in sent.traffic.items() if key[0] == "all_reduce")
+    # The embedding's gradient is the last, and a rank waits for its sum.
+    embedding = 4 * SIZES["vocab"] * SIZES["embed"]
+    assert sent.early[key].nbytes == pytest.approx(every.nbytes - embedding, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "flags", "count"),
+    [  # with all combinations of axes these were 1, 3 and 7
+        ("dp2", {}, 1),
+        ("dp2,tp2", {"fsdp": True}, 3),
+        ("dp2,sp2,tp2", {"fsdp": True}, 5),
+    ],
+)
+def test_communicators_in_use_are_held_throughout(mesh, flags, count):
+    phases = updated(mesh=mesh, dtype="bfloat16", **flags)[1].phases
+    assert {costs.peak["communicators"] for costs in phases.values()} == {float(count * COMMUNICATOR_BYTES)}
+
+
+def test_on_a_cpu_communicators_take_no_memory_of_a_device():
+    phases = updated(CPU, mesh="dp2")[1].phases
+    assert not any(costs.peak.get("communicators") for costs in phases.values())
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """Process groups of a mesh: how many calls make them, and who makes them."""
 
-import itertools
-from types import SimpleNamespace
-
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,20 +17,21 @@ def a_rank_of_4096():
     dist.destroy_process_group()
 
 
-def test_one_call_splits_all_groups_over_an_axis(a_rank_of_4096, monkeypatch):
-    calls = []
+def test_a_group_has_no_communicator_before_its_first_collective(a_rank_of_4096, monkeypatch):
+    everyone, device = dist.group.WORLD, torch.device("cuda:1")
+    everyone.bound_device_id = device
+    bound, make = [], dist.new_group
 
-    def split_group(split_ranks, timeout):
-        calls.append(split_ranks)
-        return SimpleNamespace(group_name=f"group {len(calls)}")
+    def new_group(ranks, **keywords):
+        bound.append(everyone.bound_device_id)  # with a device torch splits off a communicator at once
+        return make(ranks, **keywords)
 
-    monkeypatch.setattr(launching, "_splits", lambda everyone: True)
-    monkeypatch.setattr(dist, "split_group", split_group)
+    monkeypatch.setattr(dist, "new_group", new_group)
     names = launching.groups(parse("dp512,tp8"))
-    assert names == launching.groups(parse("dp512,tp8")), "they are made once"
-    assert [len(call) for call in calls] == [8, 512]
-    assert all(sorted(itertools.chain(*call)) == list(range(4096)) for call in calls)
-    assert list(names.values()) == ["group 1", "group 2", dist.group.WORLD.group_name]
+    assert bound == [None] * (8 + 512)
+    assert everyone.bound_device_id == device
+    assert names["data", "tensor"] == everyone.group_name, "all processes have the communicator of the rendezvous"
+    assert launching.groups(parse("dp512,tp8")) == names, "they are made once"
 
 
 def test_groups_of_the_same_ranks_are_made_once(a_rank_of_4096, monkeypatch):

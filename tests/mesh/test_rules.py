@@ -25,7 +25,7 @@ DP4_TP2 = parse("dp4,tp2")
 def test_a_layout_has_the_axes_that_are_larger_than_one():
     assert layout("w", (8, 6), ("vocab", "embed"), STORED, DP4_TP2).spec == (("tensor",), ())
     assert layout("w", (8, 6), ("vocab", "embed"), STORED, parse("dp8")).spec == ((), ())
-    assert layout("w", (8, 8), ("vocab", "embed"), fully_sharded(STORED), DP4_TP2).spec == (("tensor",), ("data",))
+    assert layout("w", (8, 8), ("vocab", "embed"), fully_sharded(STORED), DP4_TP2).spec == (("tensor", "data"), ())
     both = layout("w", (16, 6), ("vocab", "embed"), {"vocab": ("data", "tensor"), "embed": None}, DP4_TP2)
     assert both.spec == (("data", "tensor"), ())
     assert both.axes == ("data", "tensor")
@@ -84,13 +84,34 @@ def test_key_value_heads_are_replicated_where_they_are_too_few():
 def test_fully_sharded_over_one_of_two_axes_is_hybrid():
     table = fully_sharded(STORED, "expert")
     hybrid = layout("up", (12, 8), ("mlp", "embed"), table, parse("dp2,ep2,tp2"))
-    assert hybrid.spec == (("tensor",), ("expert",))
+    assert hybrid.spec == (("tensor", "expert"), ())
     assert hybrid.box(0) == hybrid.box(4), "ranks that differ only in their data index hold the same part"
     assert STORED["embed"] is None, "the table that it is made from stays as it is"
 
 
+@pytest.mark.parametrize(
+    "shape,logical,mesh,spec",
+    [
+        ((16, 4, 8), ("heads", "head", "embed"), "dp4", ("data", "", "")),
+        ((16, 4, 8), ("heads", "head", "embed"), "dp4,tp4", ("tensor data", "", "")),
+        ((2, 4, 8), ("kv_heads", "head", "embed"), "dp4", ("", "data", "")),
+        ((2, 4, 8), ("kv_heads", "head", "embed"), "dp2,tp4", ("data", "", "")),  # too few heads for tensor ranks
+        ((6, 3, 8), ("heads", "head", "embed"), "dp4", ("", "", "data")),
+        ((8, 6, 4), ("embed", "heads", "head"), "dp4,tp2", ("data", "tensor", "")),
+        ((8, 6, 4), ("experts", "mlp", "expert_embed"), "dp2,ep4", ("expert data", "", "")),
+        ((4, 6, 4), ("experts", "mlp", "expert_embed"), "dp2,ep4", ("expert", "data", "")),
+        ((16,), ("norm",), "dp4", ("",)),
+    ],
+)
+def test_fully_sharded_splits_the_outermost_dim_that_divides(shape, logical, mesh, spec):
+    table = fully_sharded(STORED, ("data", "expert"))
+    assert layout("w", shape, logical, table, parse(mesh)).spec == tuple(tuple(axes.split()) for axes in spec)
+    own = layout("w", shape, logical, fully_sharded(STORED, ("data", "expert"), outermost=False), parse(mesh))
+    assert own.axes == () or "data" in own.spec[next(i for i, axis in enumerate(logical) if axis.endswith("embed"))]
+
+
 def test_what_is_fully_sharded_need_not_divide():
-    odd = layout("up", (12, 10), ("mlp", "embed"), fully_sharded(STORED, ("data", "expert")), parse("dp2,ep2"))
+    odd = layout("up", (6, 10), ("mlp", "embed"), fully_sharded(STORED, ("data", "expert")), parse("dp2,ep2"))
     assert [odd.box(rank)[1] for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
     none = layout("up", (12, 10), ("mlp", "embed"), fully_sharded(STORED), parse("dp8"))
     assert [none.box(rank)[1] for rank in (0, 4, 5, 7)] == [(0, 2), (8, 10), (10, 10), (10, 10)]
@@ -110,16 +131,16 @@ EXPERTS, MATRIX, NORM = ("experts", "mlp", "expert_embed"), ("mlp", "embed"), ("
 @pytest.mark.parametrize(
     "logical,stored,compute,gathers,rest",
     [  # each weight on dp2,ep2,sp2,tp2: what is gathered per dim before it computes, what is left to sum once a step
-        (MATRIX, OVER_EVERY, COMPUTE, [(), EVERY], ()),
+        (MATRIX, OVER_EVERY, COMPUTE, [EVERY, ()], ()),
         (NORM, OVER_EVERY, COMPUTE, [()], EVERY),
         (MATRIX, STORED, COMPUTE, [(), ()], EVERY),
-        (MATRIX, fully_sharded(STORED, "expert"), COMPUTE, [(), ("expert",)], ("data", "sequence")),
-        (EXPERTS, OVER_EVERY, COMPUTE, [(), (), ("data", "sequence")], ()),
+        (MATRIX, fully_sharded(STORED, "expert"), COMPUTE, [("expert",), ()], ("data", "sequence")),
+        (EXPERTS, OVER_EVERY, COMPUTE, [("data", "sequence"), (), ()], ()),
         (
             EXPERTS,
             fully_sharded(STORED | BY_TENSOR, "data"),
             COMPUTE | BY_TENSOR,
-            [(), (), ("data",)],
+            [("data",), (), ()],
             ("sequence",),
         ),
         (EXPERTS, STORED, COMPUTE | {"experts": None}, [("expert",), (), ()], ("data", "sequence")),

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from funrl import trees
-from funrl.mesh import sums
+from funrl.mesh import collectives, sums
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.message_sizes import message_bytes
+from funrl.mesh.rules import Layout
 
 COUNTS = (0, 1, 3, 4, 7, 9)
 
@@ -70,6 +71,27 @@ def test_buckets_are_full_and_of_one_dtype():
     ]
     assert list(sums._buckets(values, torch.float32, 16)) == [[0, 2], [3], [4, 5]]
     assert list(sums._buckets(values, torch.int64, 16)) == [[1]] and list(sums._buckets(values, torch.bool, 16)) == []
+
+
+def test_buckets_are_sent_in_one_order_whatever_order_gradients_arrive_in(monkeypatch):
+    sent = []
+    monkeypatch.setattr(sums, "SUM_BYTES", 16)
+    monkeypatch.setattr(collectives, "start_psum", lambda x, mesh, axes: sent.append((axes, x.tolist())) or 10 * x)
+    monkeypatch.setattr(collectives, "wait", lambda x: x)
+    mesh, axes = Mesh(parse("dp2,tp2")), [("data",), ("data",), (), ("data", "tensor"), ("data",)]
+    layouts = [Layout((2,), ((),), (2, 1, 1, 2))] * 3 + [Layout((3,), (("tensor",),), (2, 1, 1, 2))] * 2
+    orders = ([4, 3, 2, 1, 0], [0, 2, 3, 1, 4])
+    for order in orders:
+        run = sums.RestSums(layouts, axes, [torch.float32] * 5, mesh)
+        run.begin({"metric": torch.tensor(7.0)})
+        for i in order:
+            run.add(i, torch.full((2 if i < 4 else 1,), i + 1.0))
+            assert order == orders[1] or len(sent) == [1, 2, 2, 2, 3][order.index(i)]
+        gradients, extra = run.finish()
+        # The last gradient is padded: another rank of its tensor axis has two numbers.
+        assert sent == [(("data",), [5, 0, 7]), (("data", "tensor"), [4, 4]), (("data",), [1, 1, 2, 2])]
+        assert [x.tolist() for x in gradients] == [[10, 10], [20, 20], [3, 3], [40, 40], [50]] and extra["metric"] == 70
+        sent.clear()
 
 
 def test_psum_tree_on_one_device_copies_nothing():

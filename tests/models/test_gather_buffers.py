@@ -12,7 +12,7 @@ from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh.mesh import AXES, coordinates, parse
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, layouts
 from funrl.mesh.simulate import gather, per_rank, scatter, simulate
-from funrl.models import fsdp, gather_buffers
+from funrl.models import decoder_config, decoder_model, fsdp, gather_buffers
 from funrl.models.gather_buffers import (
     GatherDtypes,
     buffers_of,
@@ -52,8 +52,8 @@ def test_a_leaf_arrives_in_place_where_its_outermost_dim_is_split(shape, spec, i
     assert not bucket.in_place
 
 
-# Weights of a dense layer with the proportions of Llama 70B. By the rules q, k, v, gate and up are split along their
-# last dim, and o and down along their first.
+# Weights of a dense layer with the proportions of Llama 70B. By the rules all are split along their first dim but k and
+# v, which have fewer heads than there are ranks.
 LAYER = {
     "q": (("heads", "head", "embed"), (8, 64, 512)),
     "k": (("kv_heads", "head", "embed"), (2, 64, 512)),
@@ -65,8 +65,37 @@ LAYER = {
 }
 RANKS = 4
 NUMBERS = sum(torch.Size(shape).numel() for _, shape in LAYER.values())
-IN_PLACE = sum(torch.Size(LAYER[name][1]).numel() for name in ("o", "down"))
-LARGEST = 1792 * 512
+COPIED = sum(torch.Size(LAYER[name][1]).numel() for name in ("k", "v"))  # which share a message
+IN_PLACE = NUMBERS - COPIED
+
+
+LLAMA_70B = {"embed": 8192, "heads": 64, "kv_heads": 8, "head": 128, "mlp": 28672}
+QWEN3_8B = {"embed": 4096, "heads": 32, "kv_heads": 8, "head": 128, "mlp": 12288}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "percent"),
+    [  # with `embed` always split these were 65, and 74 in the last row
+        (LLAMA_70B, "dp8", 0),
+        (LLAMA_70B, "dp16", 2),
+        (LLAMA_70B, "dp512", 10),
+        (QWEN3_8B, "dp8", 0),
+        (QWEN3_8B, "dp16", 4),
+        (QWEN3_8B, "dp8,tp4", 4),
+        (QWEN3_8B, "dp64,tp8", 22),  # more ranks than heads
+    ],
+)
+def test_few_bytes_of_published_layers_are_rearranged(sizes, mesh, percent):
+    model = decoder_model(decoder_config(vocab=8, layers=1, **sizes))
+    layer, axes = model.shapes["layers"][0], model.axes["layers"][0]
+    tables = fully_sharded(STORED), COMPUTE
+    stored, compute = (tuple(trees.leaves(layouts(layer, axes, table, parse(mesh)))) for table in tables)
+    buffers = buffers_of(("w",) * len(stored), stored, compute, (True,) * len(stored))
+    gathered = copied = 0
+    for bucket in buffers.buckets:
+        gathered += bucket.ranks * bucket.elements
+        copied += 0 if bucket.in_place else bucket.ranks * bucket.elements
+    assert round(100 * copied / gathered) == percent
 
 
 class Copies(TorchDispatchMode):
@@ -107,12 +136,13 @@ def test_a_gather_copies_only_what_is_not_in_place(compute):
             landed = land_gather(group, start_gather(group))
     small = 2 * torch.Size(LAYER["k"][1]).numel() // RANKS  # shards that share a message
     cast = NUMBERS // RANKS if item == 2 else small
-    # With one buffer for a layer it was NUMBERS // RANKS + NUMBERS in both dtypes.
-    assert copies.copied == copies.made == item * (cast + NUMBERS - IN_PLACE)
+    # With one buffer for a layer it was NUMBERS // RANKS + NUMBERS in both dtypes; with `embed` split two thirds of it.
+    assert copies.copied == copies.made == item * (cast + COPIED)
+    assert COPIED < NUMBERS / 10
     assert sum(x.nbytes for x in landed) == item * NUMBERS
 
 
-def test_a_gather_holds_a_layer_and_one_weight_that_is_copied():
+def test_a_gather_holds_a_layer_and_one_message_that_is_copied():
     with pretended(parse(f"dp{RANKS}")) as mesh:
         group, _ = _layer(mesh, GatherDtypes(torch.float32))
         tracer = Tracer(HARDWARE["cpu"], real=True)
@@ -121,7 +151,7 @@ def test_a_gather_holds_a_layer_and_one_weight_that_is_copied():
             land_gather(group, start_gather(group))
     # With one buffer for a layer it was a shard of it and twice the layer.
     held = tracer.phases["gather"]
-    assert held.total - held.peak["weights"] == 4 * (NUMBERS + LARGEST)
+    assert held.total - held.peak["weights"] == 4 * (NUMBERS + COPIED)
 
 
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16])
@@ -135,7 +165,7 @@ def test_a_scatter_writes_no_zeros_and_copies_only_what_is_not_in_place(compute,
         with Copies() as copies:
             shards = start_scatter(group, grads, shapes, torch.float32, leaving)
             land_scatters(leaving)
-    whole = NUMBERS - IN_PLACE if compute == (reduce or torch.float32) else NUMBERS
+    whole = COPIED if compute == (reduce or torch.float32) else NUMBERS
     widened = 0 if reduce is None else 4 * NUMBERS // RANKS
     # It was 4 * NUMBERS of zeros and as many copied.
     assert copies.copied == copies.made == item * whole + widened

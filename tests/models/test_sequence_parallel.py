@@ -2,6 +2,7 @@
 float64; a wrong collective is found."""
 
 import functools
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ from selection import quick
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.compiled_kernels.flash_kernel import Kernel
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
 from funrl.cost.tracing.estimate import pretended
 from funrl.mesh import collectives, rules
@@ -51,7 +53,57 @@ CASES = [
     Case(kv_heads=4, window=7, cap=None),
     Case(kv_heads=2, window=7, cap=0.7),
 ]
-ATTEND = {"ulysses": sequence.ulysses_attention, "ring": ring_attention.ring_attention}
+
+
+def _segments(offsets, keys):
+    """Of each segment its queries, its keys and whether they are the queries' own."""
+    ends = [x.tolist() for x in (offsets, offsets if keys is None else keys)]
+    return [[slice(*pair) for pair in pairs] for pairs in zip(*map(itertools.pairwise, ends), strict=True)]
+
+
+def _seen(q, k, keys, window):
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    seen = seen.tril() if keys is None else seen
+    return seen.triu(1 - window) if window else seen
+
+
+def kernel_forward(q, k, v, offsets, longest, window, scale, cap, keys=None):
+    """As flash kernels on a GPU: what sees no key has a log-sum-exp of inf, and what is in no segment is undefined."""
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[1::-1], torch.nan, dtype=q.dtype)
+    for rows, cols in _segments(offsets, keys):
+        assert rows.stop - rows.start <= longest and cols.stop - cols.start <= longest
+        out[rows], lse[:, rows] = 0, torch.inf
+        if cols.stop > cols.start:
+            block = ring_attention._Block(rows, cols, _seen(q[rows], k[cols], keys, window))
+            how = ring_attention._How(window, scale, cap)
+            out[rows], sums = ring_attention._forward(q[rows], k[cols], v[cols], block, how)
+            lse[:, rows] = sums.T
+    return out, lse, None
+
+
+def kernel_backward(d_out, q, k, v, out, lse, offsets, longest, window, seed, scale, cap, keys=None):
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    for rows, cols in _segments(offsets, keys):
+        block = ring_attention._Block(rows, cols, _seen(q[rows], k[cols], keys, window))
+        how = ring_attention._How(window, scale, cap)
+        parts = (d_out[rows], q[rows], k[cols], v[cols], out[rows], lse.T[rows])
+        grads[0][rows], grads[1][cols], grads[2][cols] = ring_attention._backward(*parts, block, how)
+    return grads
+
+
+def attend_by_kernel(*heads, window, **how):
+    """Ring attention as on a GPU, with a kernel for 16 bits that computes in these tensors' dtype."""
+    ring_attention._on_cpu = lambda q, how: False
+    ring_attention._by_flash = lambda q, place, how: place.queries == place.keys or not how.window
+    ring_attention.flash_kernel = lambda capped, head: Kernel("reference", True, kernel_forward, kernel_backward)
+    return ring_attention.ring_attention(*heads, window=window, **how)
+
+
+ATTEND = {
+    "ulysses": sequence.ulysses_attention,
+    "ring": ring_attention.ring_attention,
+    "ring by kernels": attend_by_kernel,  # the last, since it changes the module of its process
+}
 
 
 def heads_of(case):
@@ -82,13 +134,63 @@ def split_attention(mesh, form, case, fault=False):
 @pytest.mark.gloo
 def test_attention_over_a_split_row_is_that_over_the_whole(monkeypatch):
     monkeypatch.setattr(ring_attention, "_BLOCK", 4)
-    made = [(form, case, False) for form in ATTEND for case in CASES] + [("ring", CASES[0], True)]
+    made = [("ring", CASES[0], True), *((form, case, False) for form in ATTEND for case in CASES)]
     result = launch(lambda mesh: [split_attention(mesh, *item) for item in made], parse("sp4"), "cpu")
     for (form, case, fault), outs in zip(made, result, strict=True):
         how = {"window": case["window"], "scale": 0.3, "cap": case["cap"]}
         whole = with_gradients(lambda *x, how=how: varlen_attention_reference(*x, OFFSETS, **how), *heads_of(case))
         gap = max((a - b).abs().max().item() for a, b in zip(outs, whole, strict=True))
         assert gap > 1e-2 if fault else gap < 1e-12, (form, case, fault)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_ranks_of_a_ring_have_the_same_work(ranks, tokens):
+    """One sequence fills the row. With contiguous parts the last rank had (2n - 1) / n of the mean, 1.875 of 8."""
+    offsets = torch.tensor([0, ranks * tokens], dtype=torch.int32)
+    every = [ring_attention.ring_halves(rank, ranks, tokens) for rank in range(ranks)]
+    assert sorted(half.first for halves in every for half in halves) == sorted({h.first for hs in every for h in hs})
+    assert all(sum(half.count for half in halves) == tokens for halves in every)
+
+    def step(rank, other):
+        pairs = ring_attention.half_pairs(every[rank], every[other], 0)
+        return sum(ring_attention.seen_pairs(offsets, every[rank][i], every[other][j], 0) for i, j in pairs)
+
+    for shift in range(ranks):
+        work = [step(rank, (rank - shift) % ranks) for rank in range(ranks)]
+        assert max(work) <= min(work) + 2 * tokens * (tokens % 2), "of an odd number one half has a token more"
+    whole = sum(step(rank, other) for rank in range(ranks) for other in range(ranks))
+    assert whole == ranks * tokens * (ranks * tokens + 1) // 2
+
+
+def test_a_window_leaves_out_halves_that_are_too_far():
+    queries, keys = (ring_attention.ring_halves(rank, 4, 16) for rank in (0, 3))  # 0 to 7 and 56 to 63; 24 to 39
+    assert ring_attention.half_pairs(queries, keys, 0) == [(1, 0), (1, 1)]
+    assert ring_attention.half_pairs(queries, keys, 18) == [(1, 1)]  # 56 sees 39
+    assert ring_attention.half_pairs(queries, keys, 17) == []
+
+
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (0, 0.7), (7, 0.0)])
+def test_the_host_reads_no_offsets_on_a_gpu(window, cap, monkeypatch):
+    """Tensors on "meta" have no values that could be read."""
+    how, heads = ring_attention._How(window, 0.3, cap), [torch.empty(9, n, 8, device="meta") for n in (4, 2, 2)]
+    monkeypatch.setattr(ring_attention, "flash_kernel", lambda *_: Kernel("none", True, planned, planned_back))
+
+    def planned(q, k, v, offsets, *rest, keys=None):
+        return torch.empty_like(q), q.new_empty(q.shape[1::-1]), None
+
+    def planned_back(d_out, q, k, v, *rest, keys=None):
+        return q, k, v
+
+    own, before = ring_attention.Half(18, 9), ring_attention.Half(4, 9)
+    for keys in (own, before):
+        place = ring_attention._Place(OFFSETS.to("meta"), own, keys)
+        blocks = list(ring_attention._blocks(place, heads[0], how))
+        assert blocks and all(block.seen is not None for block in blocks)
+        out, lse = ring_attention._flash_forward(*heads, place, how)
+        assert out.shape == heads[0].shape and lse.shape == heads[0].shape[:2]
+        d_q, d_kv = ring_attention._flash_backward(out, *heads, out, lse, place, how)
+        assert d_q.shape == out.shape and d_kv.shape == (2, *heads[1].shape)
 
 
 # ---- the model

@@ -12,10 +12,12 @@ from small_runs import GRPO, PPO, SIZES, Quiet, gap, remove_later_checkpoints, s
 from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
+from funrl.mesh.rules import fully_sharded, layout
 from funrl.trainer import startup
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.export import checkpoint_of, export_checkpoint
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, kept_steps, score_of
+from funrl.trainer.jobs import sharding
 from funrl.trainer.loop import train_loop
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.settings import with_flags
@@ -70,6 +72,30 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     settings = {"sizes": ODD, "steps": 2, "eval_every": 9}
     _, steps, _, _ = run_to_resume(tmp_path, "tp2", **settings)
     _, resumed, _, _ = run(tmp_path, "dp2", fsdp=True, resume=True, run_dir="x", **settings)
+    for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
+        kept = [name for name in expected if not measured(name)]
+        assert a == b
+        assert [metrics[k] for k in kept] == pytest.approx([expected[k] for k in kept], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_weights_that_were_saved_in_other_shards_are_read(tmp_path, monkeypatch):
+    """Runs of before always split the dim of hidden states."""
+    settings = {"steps": 2, "eval_every": 9, "fsdp": True}
+    job = small_job(PPO, mesh="dp2", **SETTINGS | settings)
+
+    def layout_of_q():
+        return layout(
+            "q", (4, 4, 16), ("heads", "head", "embed"), sharding.stored_rules(job.settings, "policy"), job.sizes
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sharding, "fully_sharded", lambda rules, over, outermost: fully_sharded(rules, over, False))
+        assert layout_of_q().spec == ((), (), ("data",))
+        _, steps, _, _ = run_to_resume(tmp_path, "dp2", **settings)
+    assert layout_of_q().spec == (("data",), (), ())
+    _, resumed, _, _ = run(tmp_path, "dp2", resume=True, run_dir="x", **settings)
     for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b

@@ -18,11 +18,13 @@ from funrl.batch import TOKEN_INT, Batch, map_fields
 from funrl.compiled_kernels.exact import packs
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.fields import FIELDS
+from funrl.mesh import collectives, sums
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import single
+from funrl.mesh.mesh import parse, single
 from funrl.mesh.rules import Layout, shard
 from funrl.trainer.jobs.build import build
 from funrl.trainer.phases import learn_batch
+from funrl.trainer.steps import step as steps
 from funrl.trainer.steps.micro import mini_batches, own_micro_batches
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import score_role
@@ -69,6 +71,42 @@ def moved(state):
 
 def assert_equal(a, b, tolerance=1e-12):
     assert_same_gradients(a, b, tolerance, metrics=True)
+
+
+def _sums_on_two_ranks(mesh):
+    """Gradients with sums that begin in the last backward pass, and with sums after it; events of the former."""
+    run, state = begin(small_job(PPO, mesh="dp2", **PLAIN), mesh)
+    rows, state, _ = scored_of(run, state)
+    sums.SUM_BYTES = 1  # each leaf is a bucket
+    events = []
+    start, add = collectives.start_psum, steps.LastMicroBatch.add
+
+    def watched_start(x, *where):
+        events.append("sum")
+        return start(x, *where)
+
+    def watched_add(last, i, grad):
+        events.append("gradient")
+        add(last, i, grad)
+
+    collectives.start_psum, steps.LastMicroBatch.add = watched_start, watched_add
+    beside = gradients(run, state, rows, FEW)
+    begun = list(events)
+    steps._is_gathered = lambda role: True
+    return beside, gradients(run, state, rows, FEW), begun
+
+
+@pytest.mark.gloo
+def test_sums_over_ranks_begin_in_the_last_backward_pass_with_the_same_bits():
+    beside, after, events = launch(_sums_on_two_ranks, parse("dp2"), "cpu")
+    for name, expected in after.items():
+        got = beside[name]
+        assert got.loss == expected.loss and got.metrics == expected.metrics
+        assert all(map(torch.equal, trees.leaves(got.tree), trees.leaves(expected.tree)))
+    leaves = sum(len(trees.leaves(got.tree)) for got in beside.values())
+    assert events.count("gradient") == leaves
+    waiting = [events[: i + 1].count("gradient") - events[:i].count("sum") for i, e in enumerate(events) if e == "sum"]
+    assert max(waiting) <= 8, "a layer's gradients at most wait for one that comes before them"
 
 
 def norm(tree):

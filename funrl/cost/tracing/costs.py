@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-MEMORY_KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
+MEMORY_KINDS = (
+    "weights",
+    "optimizer",
+    "gradients",
+    "activations",
+    "logits",
+    "cache",
+    "staging",
+    "batch",
+    "communicators",
+)
 UPDATES = "update_"  # prefix of the names of training phases
 
 

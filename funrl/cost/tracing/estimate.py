@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from funrl import trees
-from funrl.cost.tracing.costs import UPDATES, Costs, along
-from funrl.cost.tracing.hardware import Hardware
+from funrl.cost.tracing.costs import UPDATES, Costs, along, plus
+from funrl.cost.tracing.hardware import COMMUNICATOR_BYTES, Hardware
 from funrl.cost.tracing.tool_trace import read_trace
 from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.mesh import AXES, Mesh, single
 from funrl.mesh.rules import COMPUTE, layouts
 from funrl.models import Model
 from funrl.models.fsdp import layers_of_group
@@ -205,20 +205,16 @@ def stage_of(phase: str) -> str:
 
 @contextlib.contextmanager
 def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
-    """A rank of a mesh whose other ranks do not exist; messages to them are discarded.
-
-    Of the ranks that share the tokens of rows it is the last, which has the most work in ring attention.
-    """
+    """The first rank of a mesh whose other ranks do not exist; messages to them are discarded."""
     world = Mesh(sizes).world
-    rank = (sizes["sequence"] - 1) * sizes["tensor"]
     if world == 1:
         yield single()
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield Mesh(sizes, rank, torch.device("cpu"), launch.groups(sizes))
+        yield Mesh(sizes, 0, torch.device("cpu"), launch.groups(sizes))
     finally:
         dist.destroy_process_group()
 
@@ -230,6 +226,29 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]
         name: (",".join(f"{shorts[a]}{mesh.sizes[a]}" for a in axes), axes, mesh.sizes)
         for axes, name in mesh.groups.items()
     }
+
+
+def communicators(phases: Mapping[str, Costs], meshes_of_run: Sequence[Mesh], pool: str) -> int:
+    """Number of NCCL's communicators that a rank has: of all processes, and of the groups that exchange something.
+
+    Args:
+      phases: of the rank.
+      meshes_of_run: that it is in.
+      pool: as in `RankWork`; ranks of pools have one of their pool, and one for weights that go between pools.
+    """
+    names = {group for costs in phases.values() for op, group in costs.traffic if op != RESHARD}
+    names |= {mesh.group_name(AXES) for mesh in meshes_of_run if mesh.world > 1}
+    return len(names) + 2 * bool(pool)
+
+
+def with_communicators(
+    phases: Mapping[str, Costs], meshes_of_run: Sequence[Mesh], pool: str, hardware: Hardware
+) -> dict[str, Costs]:
+    """Phases with the memory of the communicators that a rank holds throughout; the arguments are those above."""
+    if not hardware.accelerator or hardware.tpu:
+        return dict(phases)
+    nbytes = float(COMMUNICATOR_BYTES * communicators(phases, meshes_of_run, pool))
+    return {name: plus(costs, {"communicators": nbytes}) for name, costs in phases.items()} if nbytes else dict(phases)
 
 
 def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool = False) -> Tracer:

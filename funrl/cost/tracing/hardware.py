@@ -182,6 +182,10 @@ _GPUS = {
     "mi300x": AssumedGPU(4 << 20, 304),
 }
 HARDWARE |= {name: HARDWARE[name]._replace(gpu=gpu) for name, gpu in _GPUS.items()}
+# Of a communicator of NCCL: 24 channels on a node of NVLink, each with a buffer of 10 MiB to receive (4 MiB of the
+# simple protocol, 5 of LL128, 1 of LL; allocations of 10,485,760 bytes in github.com/NVIDIA/nccl/issues/1685). An
+# all-to-all connects every pair of GPUs of a node, which is not counted: there one user saw 3.3 GB for 8 H100.
+COMMUNICATOR_BYTES = 24 * 10 << 20
 USABLE = 0.92  # of the memory: the rest goes to the driver, libraries and fragmentation
 
 

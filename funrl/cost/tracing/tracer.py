@@ -46,7 +46,7 @@ from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.tracing.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, after
 from funrl.cost.tracing.hardware import Hardware, KernelWork, kernel_seconds
 from funrl.data.packing import UNIT, RowCost
-from funrl.models.decoder.ring_attention import seen_pairs
+from funrl.models.decoder.ring_attention import Half, seen_pairs
 from funrl.optim.base import Transformation, within
 
 _aten = torch.ops.aten
@@ -148,9 +148,10 @@ def _tile_flops(q: Tensor, offsets: Tensor, window: int) -> float:
     return 4.0 * TILE * q.shape[2] * min(longest, window or longest)
 
 
-def _ringed(q: Tensor, offsets: Tensor, first: int, source: int, window: int, *_: float) -> float:
-    """FLOPs of the two matrix products of a part of ring attention: over pairs of a token and one it attends to."""
-    return 4.0 * q.shape[1] * q.shape[2] * seen_pairs(offsets, first, source, q.shape[0], window)
+def _ringed(q: Tensor, k: Tensor, offsets: Tensor, first: int, source: int, window: int, *_: float) -> float:
+    """FLOPs of the two matrix products of a pair of halves: over pairs of a token and one it attends to."""
+    pairs = seen_pairs(offsets, Half(first, q.shape[0]), Half(source, k.shape[0]), window)
+    return 4.0 * q.shape[1] * q.shape[2] * pairs
 
 
 def _grouped_flops(x: Tensor, columns: int, ends: Tensor) -> float:
@@ -170,8 +171,8 @@ _FORMULAS = {  # of operators for which torch has no formula, or a wrong one
     torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
         2.5 * _attended(q, offsets, window)
     ),
-    torch.ops.funrl.ring_part: lambda q, k, v, offsets, *how: _ringed(q, offsets, *how),
-    torch.ops.funrl.ring_part_backward: lambda g, q, k, v, out, lse, offsets, *how: 2.5 * _ringed(q, offsets, *how),
+    torch.ops.funrl.ring_part: lambda q, k, v, offsets, *how: _ringed(q, k, offsets, *how),
+    torch.ops.funrl.ring_part_backward: lambda g, q, k, v, out, lse, offsets, *how: 2.5 * _ringed(q, k, offsets, *how),
     torch.ops.funrl.grouped_linear: lambda x, weight, ends: _grouped_flops(x, weight.shape[1], ends),
     torch.ops.funrl.grouped_weight: lambda grad, x, ends: _grouped_flops(x, grad.shape[1], ends),
     torch.ops.funrl.chunk_states: lambda updates, readers, *_, **__: 4 * updates.numel() * readers.shape[-1],

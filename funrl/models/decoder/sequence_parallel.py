@@ -6,7 +6,7 @@ and end. Between two attentions a layer computes each token by itself, so nothin
 | form | a rank receives, a layer | needs |
 |---|---|---|
 | ulysses | (sp - 1) / sp of its tokens' queries, keys, values and results | sp divides a rank's query heads |
-| ring | keys and values of all other tokens; twice that and their gradients going back | - |
+| ring | its own tokens once and back; keys and values of all others, twice that and their gradients going back | - |
 """
 
 from __future__ import annotations

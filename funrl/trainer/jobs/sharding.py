@@ -30,7 +30,8 @@ def stored_rules(settings: Settings, role: str) -> Rules:
     if not settings.sharding.fsdp or not is_sharded(settings, role):
         return STORED
     named = {SHORT[short] for short in parts(settings.sharding.fsdp_axes)} or set(TOKEN_AXES)
-    return fully_sharded(STORED, tuple(axis for axis in AXES if axis in named))
+    over = tuple(axis for axis in AXES if axis in named)
+    return fully_sharded(STORED, over, outermost=settings.adapters.lora_rank is None)
 
 
 def is_sharded(settings: Settings, role: str) -> bool:

@@ -21,7 +21,8 @@ from funrl.algos.metrics import Max, Metric, token_mean_of, value_of
 from funrl.algos.reading import reads
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
-from funrl.mesh.sums import psum_tree, sum_rest
+from funrl.mesh.rules import rest_axes
+from funrl.mesh.sums import RestSums, psum_tree, sum_rest
 from funrl.models.weight_dtypes import cast_weights, renew_copies
 from funrl.optim import global_norm, step_
 from funrl.optim.gradients import add_gradients, widened
@@ -148,26 +149,81 @@ def gradient(
     lanes = 1 if role.programs is None else role.programs.lanes
     weights = params if role.programs is not None else weights_to_learn(role, params)
     ahead = iter(micro_batches)
-    while group := tuple(itertools.islice(ahead, lanes)):  # zip would hold one more
+    begins_sums = role.programs is None and not _is_gathered(role) and role.placed.mesh.world > 1
+    last = None
+    group = tuple(itertools.islice(ahead, lanes))
+    while group:
+        following = tuple(itertools.islice(ahead, lanes)) if begins_sums else ()
         given = (denominators, frozen, chosen)
-        if role.programs is None:
-            (value, sums), grad = trees.value_and_grad(objective)(weights, role, *group, *given)
-        else:
+        if role.programs is not None:
             (value, sums), grad = role.programs.value_and_grad(params, role, group, *given)
+        elif begins_sums and not following:
+            last = LastMicroBatch(role, params, grads, sums_so_far)
+            grads = None
+            (value, sums), grad = trees.value_and_grad(last.objective, last.add)(weights, role, *group, *given)
+        else:
+            (value, sums), grad = trees.value_and_grad(objective)(weights, role, *group, *given)
         numerators, metrics = sums
         grads = grad if grads is None else add_gradients(grads, grad, params)
         del grad  # before the next one is made
         micro_losses += value.detach().reshape(-1).unbind()
         beat()
-        sums_so_far = _joined(sums_so_far, numerators, metrics)
+        sums_so_far = _joined(sums_so_far, numerators, metrics) if last is None else last.joined
+        group = following if begins_sums else tuple(itertools.islice(ahead, lanes))  # zip would hold one more
     if sums_so_far is None:
         raise ValueError("a mini-batch has no micro-batch")
-    grads = widened(grads, params)
-    grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
+    if last is not None:
+        grads, sums = last.finish(grads)
+    else:
+        grads = widened(grads, params)
+        grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     load = sums[1].get(ROUTER_COUNTS, ())
     values, loss = _values(role, sums, sums_so_far[1], metrics, denominators)
     return Gradient(grads, values, loss, micro_losses, load)
+
+
+class LastMicroBatch:
+    """The last micro-batch of an update: sums over ranks begin while its backward pass computes the other gradients.
+
+    Args:
+      role: whose weights no layer gathers.
+      params: its weights.
+      grads: the sum of the gradients of the micro-batches before, if there are any; donated.
+      sums: numerators and metrics of these, of `_joined`.
+    """
+
+    def __init__(self, role: Role, params: trees.Tree, grads: trees.Tree | None, sums: Any) -> None:
+        self.params = trees.leaves(params)
+        self.before: list[Tensor | None] = [None] * len(self.params) if grads is None else trees.leaves(grads)
+        self.joined = sums
+        rest = rest_axes(role.stored, role.compute, role.placed.mesh, partial=role.partial)
+        self.sums = RestSums(role.stored, rest, [x.dtype for x in self.params], role.placed.mesh)
+        self.missing = set(range(len(self.params)))
+
+    def objective(self, *args: Any) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
+        """The function `objective`; its numerators and metrics are summed with the first gradients."""
+        value, results = objective(*args)
+        detached = trees.map(lambda x: x.detach() if isinstance(x, Tensor) else x, results)
+        self.joined = _joined(self.joined, *detached)
+        self.sums.begin(self.joined[0])
+        return value, results
+
+    def add(self, i: int, grad: Tensor) -> None:
+        """Add the gradient of a weight to those before it."""
+        before = self.before[i]
+        self.before[i] = None
+        self.missing.remove(i)
+        weight = self.params[i]
+        self.sums.add(i, widened(grad, weight) if before is None else add_gradients(before, grad, weight))
+
+    def finish(self, grads: trees.Tree) -> tuple[trees.Tree, trees.Tree]:
+        """The summed gradients, numerators and metrics; `grads` has the last gradient of every weight."""
+        last = trees.leaves(grads)
+        for i in sorted(self.missing, reverse=True):
+            self.add(i, last[i])
+        summed, sums = self.sums.finish()
+        return trees.fill(grads, summed), sums
 
 
 @torch.no_grad()
@@ -319,6 +375,9 @@ def weights_to_learn(role: Role, params: trees.Tree) -> trees.Tree:
     They are in the dtype to compute in, and so are their gradients, which are widened where they are added. Weights
     that are gathered are as they are stored: so are the sums of their gradients over ranks.
     """
-    if any(have != want for have, want in zip(trees.leaves(role.stored), trees.leaves(role.compute), strict=True)):
-        return params
-    return cast_weights(params, role.placed.dtype)
+    return params if _is_gathered(role) else cast_weights(params, role.placed.dtype)
+
+
+def _is_gathered(role: Role) -> bool:
+    """True if layers gather some of the role's weights."""
+    return trees.leaves(role.stored) != trees.leaves(role.compute)
