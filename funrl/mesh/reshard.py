@@ -113,7 +113,9 @@ def reshard(
     pending: list[PendingStep] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
-    for step in program(plan, mesh.process, bucket_bytes, native=_gathers_natively(plan, mesh), direct_bytes=direct):
+    native = _gathers_natively(plan, mesh)
+    steps = program(plan, mesh.process, bucket_bytes, native=native, direct_bytes=direct, donates=donate)
+    for step in steps:
         pending.append(_start(work, step, mesh))
         settle(work, step.finished)
         if len(pending) == 2:
@@ -297,7 +299,8 @@ def unpack(work: Work, message: Message, arrived: Tensor) -> None:
 
 def _source(work: Work, part: Part) -> Tensor:
     leaf = work.leaves[part.leaf]
-    assert leaf.source is not None and leaf.held.old is not None
+    if leaf.source is None or leaf.held.old is None:  # it has arrived here, and is relayed
+        return _target(work, part)
     return leaf.source[slices(part.box, leaf.held.old)]
 
 
