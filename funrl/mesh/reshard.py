@@ -114,7 +114,8 @@ def reshard(
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
     native = _gathers_natively(plan, mesh)
-    steps = program(plan, mesh.process, bucket_bytes, native=native, direct_bytes=direct, donates=donate)
+    donates = donate and plan.src_ranks == plan.dst_ranks  # others that receive do not know it
+    steps = program(plan, mesh.process, bucket_bytes, native=native, direct_bytes=direct, donates=donates)
     for step in steps:
         pending.append(_start(work, step, mesh))
         settle(work, step.finished)
