@@ -82,12 +82,12 @@ def program(
       native: gathers are all-gathers of the backend, not messages.
       direct_bytes: a part of as many is a message by itself, so that it need not be staged where it is contiguous;
         None: `DIRECT_BYTES`.
-      donates: leaves are emptied once they are sent, so that only those of one bucket are sent at a time; else many are,
-        to a few peers in each step, so that messages are few and large.
+      donates: leaves are emptied once they are sent, so that only those of one bucket are sent at a time; else many
+        are, to a few peers in each step, so that messages are few and large.
     """
     direct = DIRECT_BYTES if direct_bytes is None else direct_bytes
     channels: tuple[dict[int, Channel], dict[int, Channel]] = {}, {}  # to the peers, and from them
-    edges = Edges(plan, rank)
+    edges = RankEdges(plan, rank)
     steps = []
     for dtype, finished, windows, gathered in _rounds(plan, bucket_bytes, native, donates):
         if gathered:
@@ -178,7 +178,7 @@ class Window(NamedTuple):
     high: int
 
 
-class Round(NamedTuple):
+class ExchangeRound(NamedTuple):
     """One step of all ranks.
 
     Attributes:
@@ -234,7 +234,7 @@ def _links(plan: Plan, take: int) -> Links:
 Edge = tuple[int, int, list[tuple[Box, int]]]
 
 
-class Edges:
+class RankEdges:
     """Boxes that one rank sends and receives, by route."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -260,7 +260,7 @@ class Edges:
 
 
 @functools.lru_cache(maxsize=64)
-def _rounds(plan: Plan, bucket_bytes: int, native: bool, donates: bool) -> tuple[Round, ...]:
+def _rounds(plan: Plan, bucket_bytes: int, native: bool, donates: bool) -> tuple[ExchangeRound, ...]:
     """Every rank's steps: leaves of one dtype and kind of route after another."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}, it must be at least 1")
@@ -271,7 +271,7 @@ def _rounds(plan: Plan, bucket_bytes: int, native: bool, donates: bool) -> tuple
             gathers = native and route.way == "gather"
             kind = (route.axes, route.src.sizes) if gathers else _links(plan, take).hops
             kinds.setdefault((plan.dtypes[leaf], gathers, kind), []).append(leaf)
-    rounds: list[Round] = []
+    rounds: list[ExchangeRound] = []
     for (_, gathers, _), leaves in kinds.items():
         if gathers:
             rounds += _gathers(plan, leaves, staged_bytes(plan.route(leaves[0]), bucket_bytes))
@@ -282,7 +282,7 @@ def _rounds(plan: Plan, bucket_bytes: int, native: bool, donates: bool) -> tuple
     return tuple(rounds)
 
 
-def _gathers(plan: Plan, leaves: Sequence[int], bucket_bytes: int) -> list[Round]:
+def _gathers(plan: Plan, leaves: Sequence[int], bucket_bytes: int) -> list[ExchangeRound]:
     """Fill buckets of native all-gathers with leaves of one dtype, in turn until a bucket is full."""
     buckets: list[list[Item]] = []
     room = 0
@@ -299,7 +299,7 @@ def _gathers(plan: Plan, leaves: Sequence[int], bucket_bytes: int) -> list[Round
             room -= cost
     last = {item.leaf: i for i, bucket in enumerate(buckets) for item in bucket}
     return [
-        Round(
+        ExchangeRound(
             plan.dtypes[bucket[0].leaf],
             tuple(dict.fromkeys(item.leaf for item in bucket if last[item.leaf] == i)),
             gathered=tuple(bucket),
@@ -326,7 +326,7 @@ def _parts(largest: int, most: int, staged: Callable[[int], int]) -> int:
     return parts
 
 
-def _exchanges(plan: Plan, leaves: Sequence[int], bucket_bytes: int, donates: bool) -> list[Round]:
+def _exchanges(plan: Plan, leaves: Sequence[int], bucket_bytes: int, donates: bool) -> list[ExchangeRound]:
     """Rounds of the messages of leaves of one dtype and number of hops.
 
     Leaves go in windows. A window's pairs of ranks are divided among rounds so that no rank stages more than a bucket.
@@ -359,7 +359,7 @@ def _exchanges(plan: Plan, leaves: Sequence[int], bucket_bytes: int, donates: bo
         count = max(1, *(len(each) for each in together))
         for number in range(count):
             own = tuple(each[number] for each in together if number < len(each))
-            rounds.append(Round(dtype, tuple(finished.get(i, ())) if number == count - 1 else (), own))
+            rounds.append(ExchangeRound(dtype, tuple(finished.get(i, ())) if number == count - 1 else (), own))
     return rounds
 
 

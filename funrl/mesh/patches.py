@@ -28,8 +28,8 @@ INDEX_BYTES = 4
 PATCH_BUCKET_BYTES = 4 * BUCKET_BYTES  # of the numbers that are patched in a step, of which few are staged
 # Patches are sent if they have fewer bytes than this share of the weights.
 LARGEST_SHARE = 0.2
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE = 1 << 20  # numbers of which a checksum is added at a time
+BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHECKSUM_PIECE = 1 << 20  # numbers of which a checksum is added at a time
 HEADER = 16  # bytes
 
 
@@ -51,15 +51,13 @@ def changed_bytes(tree: trees.Tree, base: trees.Tree) -> tuple[int, int]:
     """Count the numbers whose bits differ between two trees of the same dtypes, and the bytes of patches of them."""
     changed = nbytes = 0
     for new, old in zip(trees.leaves(tree), trees.leaves(base), strict=True):
-        count = int((words(new) != words(old)).sum())
+        count = int((bits_of(new) != bits_of(old)).sum())
         changed += count
         nbytes += count * (INDEX_BYTES + new.element_size())
     return changed, nbytes
 
 
-def reshard_patches(
-    tree: trees.Tree, base: trees.Tree, plan: Plan, mesh: Mesh, group: object = None
-) -> PatchedShards:
+def reshard_patches(tree: trees.Tree, base: trees.Tree, plan: Plan, mesh: Mesh, group: object = None) -> PatchedShards:
     """Reshard a tree between different ranks by patches of a base. Collective over the ranks of the plan.
 
     Args:
@@ -78,7 +76,7 @@ def reshard_patches(
         patches: dict[tuple, Tensor] = {}
         for message in step.sends:
             if message.parts not in patches:
-                patches[message.parts] = encode(_packed(work, step, message), _packed(before, step, message))
+                patches[message.parts] = encode_patch(_packed(work, step, message), _packed(before, step, message))
         sending = [patches[message.parts] for message in step.sends]
         lengths = [torch.tensor([x.numel()], device=mesh.device) for x in sending]
         arriving = [torch.empty(1, dtype=torch.int64, device=mesh.device) for _ in step.receives]
@@ -88,7 +86,7 @@ def reshard_patches(
         exchange(work, _tagged(step, 1), arrived, sending, mesh)
         sent += sum(x.numel() for x in sending)
         for message, patch in zip(step.receives, arrived, strict=True):
-            patched, agrees = apply(_packed(before, step, message), patch)
+            patched, agrees = apply_patch(_packed(before, step, message), patch)
             unpack(work, message, patched)
             intact &= agrees
     return PatchedShards(finish_reshard(work, mesh), intact, sent)
@@ -116,24 +114,24 @@ def _tagged(step: Step, number: int) -> Step:
     return step._replace(sends=sends, receives=receives)
 
 
-def encode(new: Tensor, old: Tensor) -> Tensor:
+def encode_patch(new: Tensor, old: Tensor) -> Tensor:
     """Bytes of a patch that makes one flat tensor of another."""
-    own = words(new)
-    changed = (own != words(old)).nonzero().view(-1)
+    own = bits_of(new)
+    changed = (own != bits_of(old)).nonzero().view(-1)
     count = len(changed)
     if count * (INDEX_BYTES + new.element_size()) >= new.nbytes:
-        parts = [as_bytes(own)]
+        parts = [_as_bytes(own)]
         count = -1
     else:
-        parts = [as_bytes(changed.int()), as_bytes(own[changed])]
+        parts = [_as_bytes(changed.int()), _as_bytes(own[changed])]
     header = torch.stack([torch.tensor(count, device=new.device), checksum(new)])
-    return torch.cat([as_bytes(header), *parts])
+    return torch.cat([_as_bytes(header), *parts])
 
 
-def apply(old: Tensor, patch: Tensor) -> tuple[Tensor, bool]:
+def apply_patch(old: Tensor, patch: Tensor) -> tuple[Tensor, bool]:
     """The patched copy of a flat tensor, and whether its checksum is that of the patch."""
     count, expected = patch[:HEADER].view(torch.int64).tolist()
-    own = words(old)
+    own = bits_of(old)
     body = patch[HEADER:]
     if count < 0:
         new = body.clone().view(own.dtype)
@@ -147,20 +145,20 @@ def apply(old: Tensor, patch: Tensor) -> tuple[Tensor, bool]:
 
 def checksum(x: Tensor) -> Tensor:
     """Sum of the bits of all numbers, each times an odd random number of its own, modulo 2^64: an int64 scalar."""
-    own = words(x.reshape(-1))
-    keys = _keys(PIECE, x.device)
+    own = bits_of(x.reshape(-1))
+    keys = _keys(CHECKSUM_PIECE, x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for number, piece in enumerate(own.split(PIECE)):
+    for number, piece in enumerate(own.split(CHECKSUM_PIECE)):
         total += (piece * keys[: len(piece)]).sum() * (2 * number + 1)
     return total
 
 
-def words(x: Tensor) -> Tensor:
+def bits_of(x: Tensor) -> Tensor:
     """The bits of numbers as integers."""
-    return x.detach().contiguous().view(WORDS[x.element_size()])
+    return x.detach().contiguous().view(BIT_TYPES[x.element_size()])
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def _as_bytes(x: Tensor) -> Tensor:
     """The bytes of a tensor."""
     return x.contiguous().view(-1).view(torch.uint8)
 

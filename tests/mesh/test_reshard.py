@@ -295,7 +295,9 @@ def test_groups_of_messages_are_small_and_the_same_on_both_ends(monkeypatch):
     dst = {name: Layout((512, 256), ((), ("tensor",)), sizes_of("dp16,tp4")) for name in shapes}
     made = plan(src, dst, torch.float32)
     bucket_bytes = 1 << 18
-    programs = [program(made, rank, bucket_bytes, native=True, direct_bytes=bucket_bytes // 8) for rank in range(made.world)]
+    programs = [
+        program(made, rank, bucket_bytes, native=True, direct_bytes=bucket_bytes // 8) for rank in range(made.world)
+    ]
     most = 0
     for steps in zip(*programs, strict=True):
         sent, received = {}, {}
@@ -350,3 +352,48 @@ def test_a_gather_of_many_ranks_has_larger_buckets(ranks, expected):
     made = plan(stored, {"w": Layout((1 << 19, 500), ((), ()), (ranks, 1, 1, 1))}, torch.bfloat16)
     assert made.routes[0].way == "gather"
     assert len(program(made, 0, 64 << 20, native=True)) in expected
+
+
+EXPERTS = {"w": ((64, 32, 16), ("experts", "expert_embed", "mlp")), "norm": ((16,), ("norm",))}
+
+
+def experts_plan(train, generate, layers=6):
+    """The plan of experts from ranks that train to others that generate, in bfloat16."""
+    shapes = {f"{name}{i}": torch.empty(EXPERTS[name][0], device="meta") for name in EXPERTS for i in range(layers)}
+    axes = {name: EXPERTS[name.rstrip("0123456789")][1] for name in shapes}
+    sizes, to = parse(train), parse(generate)
+    world, more = math.prod(sizes.values()), math.prod(to.values())
+    return plan(
+        rules.layouts(shapes, axes, FULLY, sizes),
+        rules.layouts(shapes, axes, rules.GENERATE, to),
+        torch.bfloat16,
+        src_ranks=ranks_of(range(world)),
+        dst_ranks=ranks_of(range(world, world + more)),
+    )
+
+
+def test_generators_relay_what_they_have_received():
+    """Each of 16 trainer ranks sends its bytes once, whether there are 1, 4 or 8 replicas; beyond, once to every 8."""
+    sent = {}
+    for replicas in (1, 4, 8, 16):
+        made = experts_plan("dp2,ep8", f"dp{replicas},tp2")
+        assert received_bytes(made) == lower_bound_bytes(made)
+        assert sum(sent_bytes(made)) == sum(received_bytes(made))
+        experts = [leaf for leaf, name in enumerate(made.names) if name.startswith("w")]
+        sent[replicas] = max(sent_bytes(made, experts)[:16])
+    assert sent[1] == sent[4] == sent[8] and sent[16] == 2 * sent[8]
+
+
+def test_messages_are_few_and_large_and_programs_agree():
+    made = experts_plan("dp2,ep8", "dp4,tp4")
+    bucket_bytes = 1 << 18
+    programs = [program(made, rank, bucket_bytes) for rank in range(made.world)]
+    sends = sorted(
+        (rank, x.peer, x.tag, x.parts) for rank, steps in enumerate(programs) for s in steps for x in s.sends
+    )
+    receives = sorted(
+        (x.peer, rank, x.tag, x.parts) for rank, steps in enumerate(programs) for s in steps for x in s.receives
+    )
+    assert sends == receives
+    nbytes = received_bytes(made)[-1]
+    assert len([x for x in receives if x[1] == made.world - 1]) <= nbytes // (4 << 10)

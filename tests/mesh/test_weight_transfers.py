@@ -151,7 +151,7 @@ def patched(versions, fault, version_of_fault, world):
             own = rules.shard(weights_of(version), SPLIT, training)
             with pytest.MonkeyPatch.context() as patch:
                 if (fault, version) == ("lost", version_of_fault) and world.rank == 0:
-                    patch.setattr(patches, "encode", functools.partial(damaged, patches.encode))
+                    patch.setattr(patches, "encode_patch", functools.partial(damaged, patches.encode_patch))
                 sender.begin({"": SentWeights(own, to_engine, version)})
                 sender.wait()
             counts.append((sender.policy, sender.resent))

@@ -4,10 +4,10 @@ A transfer has a number. Each trainer rank sends a copy of its shards, so that t
 generator rank receives into a second buffer, and its program takes the weights between two iterations of its engine.
 Peers and bytes are those of the plan.
 
-Of weights of 16 bits a trainer rank keeps the copy that it has sent. The policy's next transfer is patches of it, of the
-numbers that have changed, where these have less than a fifth of the bytes; the ranks add up their counts in the store.
-A generator rank whose patched weights do not have the checksums of the trainer's says so in the store, and after all
-have ended, another transfer follows with everything.
+Of weights of 16 bits a trainer rank keeps the copy that it has sent. The policy's next transfer is patches of it, of
+the numbers that have changed, where these have less than a fifth of the bytes; the ranks add up their counts in the
+store. A generator rank whose patched weights do not have the checksums of the trainer's says so in the store, and after
+all have ended, another transfer follows with everything.
 """
 
 from __future__ import annotations
