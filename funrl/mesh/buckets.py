@@ -164,7 +164,7 @@ class Item(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What some items send on one hop between pairs of ranks.
+    """Some items on one hop, between pairs of ranks.
 
     Attributes:
       items: the items.
@@ -244,7 +244,7 @@ class RankEdges:
         self._edges: dict[tuple[int, int, int], tuple[list[Edge], list[Edge]]] = {}
 
     def find(self, take: int, hop: int, count: int) -> tuple[list[Edge], list[Edge]]:
-        """What is sent and what is received on a hop of a route, by keys, each box in `count` parts."""
+        """Edges that are sent and received on a hop of a route, by keys, each box in `count` parts."""
         if (take, hop, count) not in self._edges:
             transfers, keys, _ = _links(self._plan, take)
             on_hop = transfers.hops == hop

@@ -81,7 +81,7 @@ class WeightForm(NamedTuple):
 
 
 class TransferNotice(NamedTuple):
-    """What a transfer sends.
+    """Contents of a transfer.
 
     Attributes:
       versions: of the weights, by names of models.
@@ -208,7 +208,7 @@ class WeightSender:
         self.policy = None if share is None else SentPolicy(sent, share)
 
     def _measure(self, tree: trees.Tree) -> tuple[bool, float]:
-        """Whether patches of the base are to be sent, and the share of the numbers that have changed: of all ranks."""
+        """Decide whether to send patches of the base, and measure the share of changed numbers: of all ranks."""
         changed, nbytes = changed_bytes(tree, self._base)
         own = {"changed": changed, "patches": nbytes, "numbers": trees.count(tree), "bytes": trees.nbytes(tree)}
         totals = self._add_up(own)
