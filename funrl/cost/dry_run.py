@@ -52,10 +52,11 @@ from funrl.cost.tracing.tracer import Tracer
 from funrl.cost.verdict import size
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.environments.agents import AgentMap, parse_agents
-from funrl.mesh.buckets import staged_bytes
+from funrl.mesh.buckets import DIRECT_BYTES, program, staged_bytes
 from funrl.mesh.mesh import AXES, Mesh, ranks_of, text
 from funrl.mesh.plan import RANKS_PER_NODE, Box, Plan, plan, received_bytes, sent_bytes, volume
 from funrl.mesh.pools.placement import Placement, RankPool
+from funrl.mesh.pools.transfer import NARROW
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.mesh.rows import row_indices, token_bytes
 from funrl.mesh.rules import Layout
@@ -133,6 +134,19 @@ def agent_bytes(job: Job, parts: Parts, pool: str = "") -> float:
     engines = parts.generator.further.values()
     forms = [engine.weights.layouts for engine in engines]
     return nbytes + sum(_local_bytes(layouts, job.dtype) + _float8_bytes(job, layouts) for layouts in forms)
+
+
+def sent_copies(job: Job, parts: Parts) -> float:
+    """Bytes of the copies of its weights that a trainer rank sends and, of 16 bits, has sent before, to make patches.
+
+    Patches are sent where few numbers have changed, which nothing promises: their bytes are counted nowhere.
+    """
+    role = parts.roles[parts.main_role]
+    dtypes = trees.leaves(weight_dtypes(role.stored, job.dtype))
+    keeps = any(dtype.itemsize == NARROW for dtype in dtypes) and job.settings.engines.abilities.patches
+    layouts = trees.leaves(role.stored)
+    nbytes = sum(math.prod(x.local_shape()) * dtype.itemsize for x, dtype in zip(layouts, dtypes, strict=True))
+    return float(nbytes * (1 + keeps))
 
 
 def _local_bytes(layouts: trees.Tree, dtype: torch.dtype) -> float:
@@ -535,7 +549,7 @@ def estimate(
     with tracing.pretended(job.sizes) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else without_generator(built)
-        agents = agent_bytes(job, parts, pool)
+        agents = agent_bytes(job, parts, pool) + (sent_copies(job, parts) if pool == "train" else 0.0)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
         if memo is not None and pool in ("", "train") and not job.settings.devices.offload:
@@ -916,7 +930,7 @@ class PoolTransfer(NamedTuple):
     Attributes:
       content: "weights" or "rows".
       sent, received: bytes of the rank that sends, or receives, the most.
-      messages: of the rank with the most messages.
+      messages: of the rank with the most messages; of weights, of the first rank that sends or receives.
       near: whether all ranks are on one node.
     """
 
@@ -948,7 +962,12 @@ def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolT
     owned = owned_bytes(job, tokens)
     item = row_token_bytes(job, tokens) + sum(WORD + nbytes for nbytes in owned) / width
     messages *= 1 + len(owned) + bool(owned)  # one for each ragged field, and one with their numbers
-    weights = PoolTransfer("weights", float(max(sent_bytes(moves))), float(max(received_bytes(moves))), 1, near)
+    direct = max(DIRECT_BYTES, BUCKET_BYTES // 8)  # as on a GPU
+    steps = (
+        program(moves, ranks[0], BUCKET_BYTES, direct_bytes=direct) for ranks in (moves.src_ranks, moves.dst_ranks)
+    )
+    count = max(max(sum(len(x.sends) for x in own), sum(len(x.receives) for x in own)) for own in steps)
+    weights = PoolTransfer("weights", float(max(sent_bytes(moves))), float(max(received_bytes(moves))), count, near)
     return weights, PoolTransfer("rows", float(item * sent), float(item * received), messages, near)
 
 

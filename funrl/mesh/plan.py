@@ -12,6 +12,8 @@ route every leaf of a tree takes. Of the ways a tensor can go, the first that fi
 | `pieces` | otherwise | the intersections of old and new boxes, point to point |
 
 In each of them a rank receives exactly the elements that it lacks, each once, which is the least that is possible.
+Where the layouts are on different ranks and fewer ranks hold a piece than need it, a rank that has received it relays
+it to the next one: the sources send each piece once, or once to every `LONGEST_CHAIN` ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,17 +38,30 @@ from funrl.mesh.rules import Layout
 
 Box = tuple[tuple[int, int], ...]
 RANKS_PER_NODE = 8
+LONGEST_CHAIN = 8  # ranks through which a piece goes, each of which adds latency
 
 
-class Transfer(NamedTuple):
-    """One box of one tensor, in the whole tensor's coordinates, from one rank to others."""
+class Transfers(NamedTuple):
+    """Boxes of one tensor on their way, in the whole tensor's coordinates: one row for each box and target.
 
-    source: int
-    targets: tuple[int, ...]
-    box: Box
+    Attributes:
+      sources, targets: [n] ranks.
+      hops: [n] number of targets that have received the box before the source, which relays it; 0: it holds the box.
+      boxes: [n, dims, 2] first and last index plus one.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    hops: np.ndarray
+    boxes: np.ndarray
+
+    @property
+    def volumes(self) -> np.ndarray:
+        """Number of elements of each box."""
+        return (self.boxes[:, :, 1] - self.boxes[:, :, 0]).prod(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """Route of every tensor with these two layouts.
 
@@ -60,7 +76,7 @@ class Route:
     dst: Layout
     way: str
     axes: tuple[str, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
+    transfers: Transfers | None = None
 
     @property
     def gathers(self) -> int:
@@ -68,7 +84,7 @@ class Route:
         return math.prod(size for axis, size in zip(AXES, self.src.sizes, strict=True) if axis in self.axes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The routes of a tree.
 
@@ -93,6 +109,9 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
 
     @property
     def world(self) -> int:
@@ -222,7 +241,11 @@ def _plan(
         for turn, leaf in enumerate(its):
             takes[leaf] = len(routes) + turn % len(variants)
         routes.extend(variants)
-    digest = hashlib.sha256(repr((structure, names, dtypes, routes, takes, ranks)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((structure, names, dtypes, takes, ranks)).encode())
+    for route in routes:
+        digest.update(repr((route.src, route.dst, route.way, route.axes)).encode())
+        for array in route.transfers or ():
+            digest.update(array.tobytes())
     src_ranks, dst_ranks = ranks
     return Plan(
         structure,
@@ -232,7 +255,7 @@ def _plan(
         takes=tuple(takes),
         src_ranks=src_ranks,
         dst_ranks=dst_ranks,
-        digest=digest,
+        digest=digest.hexdigest(),
     )
 
 
@@ -254,18 +277,25 @@ def _routes(
     axes = _gather_axes(src, list(old.values()), list(new.values())) if same else ()
     if axes:
         return [Route(src, dst, "gather", axes=axes)]
-    wanted = _wanted(old, new)
+    boxes, wanted = _wanted(old, new)
     if not wanted:
         return [Route(src, dst, "local")]
-    replicas = max(len(holders) for _, holders, _ in wanted)
+    replicas = max(len(holders) for holders, _ in wanted)
     turns = min(replicas, len(itemsizes), 8)
+    apart = not set(ranks[0]) & set(ranks[1])
+    volumes = (boxes[:, :, 1] - boxes[:, :, 0]).prod(1).tolist()
     routes = []
     for turn in range(turns):
         weight = sum(itemsizes[turn::turns])
-        transfers = []
-        for box, holders, needers in wanted:
-            transfers += _assign(box, holders, needers, nbytes=weight * volume(box), load=load, near=near)
-        routes.append(Route(src, dst, "pieces", transfers=tuple(transfers)))
+        rows: list[tuple[int, int, int, int]] = []
+        for number, (holders, needers) in enumerate(wanted):
+            chains = _chains(needers, len(holders), number + turn) if apart else [[rank] for rank in needers]
+            firsts = [chain[0] for chain in chains]
+            sources = _assign(holders, firsts, weight * volumes[number], load=load, near=near)
+            for source, chain in zip(sources, chains, strict=True):
+                rows.extend(zip([source, *chain], chain, range(len(chain)), itertools.repeat(number)))
+        sources, targets, hops, pieces = np.array(rows).T.copy()
+        routes.append(Route(src, dst, "pieces", transfers=Transfers(sources, targets, hops, boxes[pieces])))
     return routes
 
 
@@ -302,8 +332,8 @@ def _inside(inner: Box, outer: Box) -> bool:
     return all(low >= lowest and high <= highest for (low, high), (lowest, highest) in zip(inner, outer, strict=True))
 
 
-def _wanted(old: dict[int, Box], new: dict[int, Box]) -> list[tuple[Box, list[int], list[int]]]:
-    """Every piece that somebody lacks, with the ranks that hold it and the ranks that need it."""
+def _wanted(old: dict[int, Box], new: dict[int, Box]) -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
+    """Boxes [n, dims, 2] that somebody lacks, and of each the ranks that hold it and the ranks that need it."""
     holders = _by_box(old)
     needers = _by_box(new)
     dims = len(next(iter(old.values())))
@@ -313,15 +343,15 @@ def _wanted(old: dict[int, Box], new: dict[int, Box]) -> list[tuple[Box, list[in
     where = np.argwhere((high > low).all(-1))
     held = list(holders.values())
     wants = list(needers.values())
-    lows = low[where[:, 0], where[:, 1]].tolist()
-    highs = high[where[:, 0], where[:, 1]].tolist()
-    wanted = []
-    for (n, h), lo, hi in zip(where.tolist(), lows, highs, strict=True):
-        has = set(held[h])
-        lacking = [rank for rank in wants[n] if rank not in has]
-        if lacking:
-            wanted.append((tuple(zip(lo, hi, strict=True)), held[h], lacking))
-    return wanted
+    pairs = where.tolist()
+    ranks = [(held[h], wants[n]) for n, h in pairs]
+    boxes = np.stack([low[where[:, 0], where[:, 1]], high[where[:, 0], where[:, 1]]], axis=2)
+    if old.keys().isdisjoint(new):
+        return boxes, ranks
+    holding = [set(ranks) for ranks in held]
+    lacking = [[rank for rank in wants[n] if rank not in holding[h]] for n, h in pairs]
+    some = [i for i, needing in enumerate(lacking) if needing]
+    return boxes[some], [(ranks[i][0], lacking[i]) for i in some]
 
 
 def _by_box(boxes: dict[int, Box]) -> dict[Box, list[int]]:
@@ -332,25 +362,38 @@ def _by_box(boxes: dict[int, Box]) -> dict[Box, list[int]]:
     return ranks
 
 
-def _assign(box: Box, holders: list[int], needers: list[int], nbytes: int, load: np.ndarray, near: int):
+def _chains(needers: list[int], holders: int, turn: int) -> list[list[int]]:
+    """Divide the ranks that need a piece into chains, in each of which a rank relays the piece to the next.
+
+    There are as many chains as ranks that hold the piece, and more where chains would be longer than `LONGEST_CHAIN`.
+    Pieces begin at other ranks in turn, so that all of them receive as much from the holders.
+    """
+    count = len(needers)
+    chains = max(min(holders, count), -(-count // LONGEST_CHAIN))
+    first = turn % count
+    ring = needers[first:] + needers[:first]
+    return [ring[count * i // chains : count * (i + 1) // chains] for i in range(chains)]
+
+
+def _assign(holders: list[int], needers: list[int], nbytes: int, load: np.ndarray, near: int) -> list[int]:
     """For every rank that needs a piece the least loaded of its holders, of those in its node if there are any."""
     if len(holders) == 1:
         load[holders[0]] += nbytes * len(needers)
-        return [Transfer(holders[0], tuple(needers), box)]
-    chosen: dict[int, list[int]] = {}
-    by_node: dict[int, list[int]] = {}
-    for rank in needers:
-        by_node.setdefault(rank // near, []).append(rank)
-    for node, targets in by_node.items():
-        close = [rank for rank in holders if rank // near == node] or holders
-        heap = [(load[rank], rank) for rank in close]
-        heapq.heapify(heap)
-        for target in targets:
-            loaded, source = heap[0]
-            heapq.heapreplace(heap, (loaded + nbytes, source))
-            load[source] += nbytes
-            chosen.setdefault(source, []).append(target)
-    return [Transfer(source, tuple(targets), box) for source, targets in chosen.items()]
+        return holders * len(needers)
+    chosen = []
+    heaps: dict[int, list[tuple[float, int]]] = {}
+    nodes = {rank // near for rank in holders}
+    for target in needers:
+        node = target // near if target // near in nodes else -1
+        if node not in heaps:
+            close = [rank for rank in holders if node in (-1, rank // near)]
+            heaps[node] = [(load[rank], rank) for rank in close]
+            heapq.heapify(heaps[node])
+        loaded, source = heaps[node][0]
+        heapq.heapreplace(heaps[node], (loaded + nbytes, source))
+        load[source] += nbytes
+        chosen.append(source)
+    return chosen
 
 
 def received_bytes(plan: Plan, leaves: Sequence[int] | None = None) -> list[int]:
@@ -370,9 +413,11 @@ def _count(plan: Plan, leaves: Sequence[int] | None, receive: bool) -> list[int]
     total = [0] * plan.world
     for take, weight in weights.items():
         route = plan.routes[take]
-        for source, targets, box in route.transfers:
-            for target in targets:
-                total[target if receive else source] += volume(box) * weight
+        if route.transfers is not None:
+            ends = route.transfers.targets if receive else route.transfers.sources
+            elements = np.zeros(plan.world, dtype=np.int64)
+            np.add.at(elements, ends, route.transfers.volumes)
+            total = [nbytes + weight * count for nbytes, count in zip(total, elements.tolist(), strict=True)]
         if route.way == "gather":
             for position, rank in enumerate(plan.src_ranks):
                 total[rank] += (route.gathers - 1) * volume(route.src.box(position)) * weight

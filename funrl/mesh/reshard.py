@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,7 +113,10 @@ def reshard(
     pending: list[PendingStep] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
-    for step in program(plan, mesh.process, bucket_bytes, native=_gathers_natively(plan, mesh), direct_bytes=direct):
+    native = _gathers_natively(plan, mesh)
+    donates = donate and plan.src_ranks == plan.dst_ranks  # others that receive do not know it
+    steps = program(plan, mesh.process, bucket_bytes, native=native, direct_bytes=direct, donates=donates)
+    for step in steps:
         pending.append(_start(work, step, mesh))
         settle(work, step.finished)
         if len(pending) == 2:
@@ -297,7 +300,8 @@ def unpack(work: Work, message: Message, arrived: Tensor) -> None:
 
 def _source(work: Work, part: Part) -> Tensor:
     leaf = work.leaves[part.leaf]
-    assert leaf.source is not None and leaf.held.old is not None
+    if leaf.source is None or leaf.held.old is None:  # it has arrived here, and is relayed
+        return _target(work, part)
     return leaf.source[slices(part.box, leaf.held.old)]
 
 
@@ -335,29 +339,40 @@ def _start(work: Work, step: Step, mesh: Mesh) -> PendingStep:
         if message.parts not in packed:
             packed[message.parts] = pack_message(work, step, message)
     arriving = [room(work, step, message) for message in step.receives]
-    received: list[Any] = []
-    sent: list[Any] = []
-    if mesh.device.type == "cpu":
-        for message, x in zip(step.receives, arriving, strict=True):
-            with _blaming(mesh.process, message.peer):
-                received.append(dist.irecv(x, message.peer, group=work.group, tag=message.tag))
-        for message in step.sends:
-            with _blaming(mesh.process, message.peer):
-                sent.append(dist.isend(packed[message.parts], message.peer, group=work.group, tag=message.tag))
-    else:
-        received = [None] * len(step.receives)
-        sent = [None] * len(step.sends)
-        for receives, sends in starts_together(step, mesh.process):
-            operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer, work.group) for i in receives]
-            operations += [
-                dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer, work.group) for i in sends
-            ]
-            together = _Batch(dist.batch_isend_irecv(operations))
-            for i in receives:
-                received[i] = together
-            for i in sends:
-                sent[i] = together
+    received, sent = _post(work, step, arriving, [packed[message.parts] for message in step.sends], mesh)
     return PendingStep(step, received, arriving, sent=sent, sending=list(packed.values()))
+
+
+def _post(
+    work: Work, step: Step, arriving: list[Tensor], sending: list[Tensor], mesh: Mesh
+) -> tuple[list[Any], list[Any]]:
+    """Start receiving and sending a step's messages; returns handles of each."""
+    received: list[Any] = [None] * len(step.receives)
+    sent: list[Any] = [None] * len(step.sends)
+    if mesh.device.type == "cpu":
+        for i, (message, x) in enumerate(zip(step.receives, arriving, strict=True)):
+            with _blaming(mesh.process, message.peer):
+                received[i] = dist.irecv(x, message.peer, group=work.group, tag=message.tag)
+        for i, (message, x) in enumerate(zip(step.sends, sending, strict=True)):
+            with _blaming(mesh.process, message.peer):
+                sent[i] = dist.isend(x, message.peer, group=work.group, tag=message.tag)
+        return received, sent
+    for receives, sends in starts_together(step, mesh.process):
+        operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer, work.group) for i in receives]
+        operations += [dist.P2POp(dist.isend, sending[i], step.sends[i].peer, work.group) for i in sends]
+        together = _Batch(dist.batch_isend_irecv(operations))
+        for i in receives:
+            received[i] = together
+        for i in sends:
+            sent[i] = together
+    return received, sent
+
+
+def exchange(work: Work, step: Step, arriving: list[Tensor], sending: list[Tensor], mesh: Mesh) -> None:
+    """Exchange tensors of other sizes than a step's messages, and wait for them."""
+    received, sent = _post(work, step, arriving, sending, mesh)
+    _wait(received, step.receives, mesh)
+    _wait(sent, step.sends, mesh)
 
 
 class _Batch(NamedTuple):
@@ -377,12 +392,14 @@ def _finish(work: Work, pending: PendingStep, mesh: Mesh) -> None:
         unpack_gather(work, pending.step, pending.arriving[0])
         return
     for message, handle, arrived in zip(pending.step.receives, pending.received, pending.arriving, strict=True):
-        entered(f"an exchange with rank {message.peer}")
-        with _blaming(mesh.process, message.peer):
-            handle.wait()
-        left()
+        _wait([handle], [message], mesh)
         unpack(work, message, arrived)
-    for message, handle in zip(pending.step.sends, pending.sent, strict=True):
+    _wait(pending.sent, pending.step.sends, mesh)
+
+
+def _wait(handles: Sequence[Any], messages: Sequence[Message], mesh: Mesh) -> None:
+    """Wait for messages. Raises: MeshError, which names a rank that has failed."""
+    for message, handle in zip(messages, handles, strict=True):
         entered(f"an exchange with rank {message.peer}")
         with _blaming(mesh.process, message.peer):
             handle.wait()

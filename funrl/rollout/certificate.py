@@ -228,6 +228,17 @@ def readable_weights(engine: Engine, faults: list[str]) -> Iterator[tuple[str, T
     faults += [f"{name} is missing" for name in awaited.values()]
 
 
+def held_shards(engine: Engine) -> trees.Tree:
+    """This rank's shards of the weights that the engine computes with; None: some cannot be read."""
+    if engine.version is None:
+        return None
+    faults: list[str] = []
+    shards = dict(readable_weights(engine, faults))
+    if faults or any(x is None for x in shards.values()):
+        return None
+    return trees.from_named(engine.weights.layouts, iter(shards.items()))
+
+
 def sync_digests(source: DeviceWeights, engine: Engine, version: int) -> Digests:
     """Digests of this rank's parts of all weights; a GPU computes them beside other work, and nothing waits for them.
 

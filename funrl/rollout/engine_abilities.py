@@ -24,6 +24,7 @@ class EngineAbilities(NamedTuple):
       repeats: a request's samples have the same bits whatever requests run beside it.
       float8: it multiplies in 8 bits (`--rollout_dtype=float8`).
       servers: it runs in servers at `--engine_url`.
+      patches: it shows the weights that it has, so that patches of them can be sent.
       least_head: smallest size of an attention head.
     """
 
@@ -39,6 +40,7 @@ class EngineAbilities(NamedTuple):
     repeats: bool = False
     float8: bool = False
     servers: bool = False
+    patches: bool = False
     least_head: int = 1
 
 
@@ -53,6 +55,7 @@ ENGINES = {  # by the value of --engine
         pictures=True,
         repeats=True,
         float8=True,
+        patches=True,
     ),
     "vllm": EngineAbilities(tensor=True, penalties=True, pictures=True, least_head=32),
     "vllm_server": EngineAbilities(penalties=True, servers=True, least_head=32),

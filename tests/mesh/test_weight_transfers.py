@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from funrl.mesh import patches, rules
+from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import WorkerError, launch, submesh
+from funrl.mesh.mesh import parse
 from funrl.mesh.pools import transfer
 from funrl.mesh.pools.transfer import (
     SentWeights,
@@ -78,8 +81,6 @@ def arrivals(fails, versions):
 
 
 def both(fails, versions, mesh):
-    from funrl.mesh.collectives import gather_objects
-
     return next(x for x in gather_objects(exchange(fails, versions, mesh), mesh) if x is not None)
 
 
@@ -105,3 +106,86 @@ def test_weights_are_taken_once_all_ranks_have_received_them(monkeypatch):
     assert newest is not None and newest.versions == {"": 5}
     receiver.release()
     assert receiver.arrived() is None
+
+
+SPLIT = {"w": Layout((64, 24), (("data",), ()), (2, 1, 1, 1)), "norm": Layout((24,), ((),), (2, 1, 1, 1))}
+ENGINE = {"w": Layout((64, 24), ((), ("tensor",)), (2, 1, 1, 2)), "norm": Layout((24,), ((),), (2, 1, 1, 2))}
+KINDS = {"w": torch.bfloat16, "norm": torch.float32}
+
+
+def weights_of(version):
+    """Whole weights, of which each version changes a few numbers; the seventh changes all of them."""
+    generator = torch.Generator().manual_seed(0)
+    whole = {"w": torch.randn(64, 24, generator=generator).bfloat16(), "norm": torch.randn(24, generator=generator)}
+    for number in range(1, version + 1):
+        places = torch.randint(64 * 24, (20,), generator=generator)
+        whole["w"].view(-1)[places] *= 1.5
+        whole["norm"][number % 24] += 1
+        if number == 7:
+            whole["w"] *= 2
+    return whole
+
+
+def damaged(encode, new, old):
+    """A patch whose last number has a wrong bit."""
+    patch = encode(new, old)
+    patch[-1] ^= 1
+    return patch
+
+
+def patched(versions, fault, version_of_fault, world):
+    """What arrives of some versions, and what the trainer ranks counted of each.
+
+    Args:
+      fault: "lost": the patch from rank 0 has a wrong bit; "stale": rank 2 has older weights; "": none.
+      version_of_fault: version that comes with it.
+    """
+    training = submesh(world, parse("dp2"), range(2))
+    generating = submesh(world, parse("dp2,tp2"), range(2, 6))
+    to_engine = plan(SPLIT, ENGINE, KINDS, 2, src_ranks=training.ranks, dst_ranks=generating.ranks)
+    group = transfer_group(world)
+    if training.here:
+        sender = WeightSender(training, 4, group, patches=True)
+        counts = []
+        for version in range(versions):
+            own = rules.shard(weights_of(version), SPLIT, training)
+            with pytest.MonkeyPatch.context() as patch:
+                if (fault, version) == ("lost", version_of_fault) and world.rank == 0:
+                    patch.setattr(patches, "encode_patch", functools.partial(damaged, patches.encode_patch))
+                sender.begin({"": SentWeights(own, to_engine, version)})
+                sender.wait()
+            counts.append((sender.policy, sender.resent))
+        return counts
+    held = {}
+    form = WeightForm(to_engine, lambda tree: tree, lambda: held.get("tree"))
+    receiver = WeightReceiver(generating, form, form, group)
+    with receiver.receiving():
+        for version in range(versions):
+            newest = awaited(receiver.arrived, f"version {version}")
+            assert newest.versions == {"": version}
+            if (fault, version, world.rank) != ("stale", version_of_fault - 1, 2):
+                held["tree"] = newest.trees[""]
+            expected = rules.shard(weights_of(version), ENGINE, generating)
+            for name, x in newest.trees[""].items():
+                assert x.dtype == KINDS[name] and torch.equal(x, expected[name]), (version, name)
+            receiver.release()
+    return None
+
+
+@pytest.mark.parametrize("fault", ["", "lost", "stale"])
+def test_ten_versions_arrive_by_patches_with_the_bits_of_whole_weights(fault):
+    def program(world):
+        return gather_objects(patched(10, fault, 4, world), world)
+
+    counts, same, *_ = launch(program, parse("dp6"), "cpu")
+    assert counts == same
+    whole = 2 * (64 * 24 * 2 + 24 * 4)  # by two replicas; half of it is relayed between them
+    assert counts[0] == (None, 0)
+    for version, (policy, resent) in enumerate(counts[1:], 1):
+        assert resent == (fault != "" and version >= 4)
+        if version == 7:
+            assert policy.changed > 0.9 and policy.sent >= whole / 2
+        elif fault and version == 4:
+            assert policy.sent > whole / 2
+        else:
+            assert 0 < policy.changed < 0.02 and policy.sent < whole / 4

@@ -11,12 +11,14 @@ import pytest
 import torch
 from small_engines import KINDS, NO_VLLM, PROMPTS, WIDE, ServerProcess, assert_same, load, weights
 
+from funrl import trees
 from funrl.mesh.mesh import Mesh, MeshError, parse
 from funrl.models import decoder_model
 from funrl.models.huggingface.names import names_of
 from funrl.rollout.engine import complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm import client as vllm_client_module
 from funrl.rollout.vllm import server as vllm_server
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens, VLLMOptions
@@ -161,6 +163,44 @@ def asked(server, what, body=b"{}", **headers):
     connection.request("POST", f"/{what}", body, headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
+
+
+BF16 = {"dtype": torch.bfloat16, "timeout_s": 120}
+
+
+@pytest.mark.parametrize("fault", ["", "lost", "reopened"])
+def test_patches_give_the_server_the_weights_of_a_whole_load(fault, monkeypatch):
+    """Ten versions; the sixth patch has a wrong bit, or the server has let go of its weights before."""
+    core = CountingCore()
+    server = CoreServer(("127.0.0.1", 0), lambda message: core)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, **BF16)
+    params = trees.map(lambda x: x.bfloat16(), weights(WIDE))
+    whole = None
+    encode = vllm_client_module.encode_patch
+
+    def damaged(new, old):
+        patch = encode(new, old)
+        patch[-1] ^= 1
+        return patch
+
+    for version in range(10):
+        generator = torch.Generator().manual_seed(version)
+        for x in trees.leaves(params):
+            x.view(-1)[torch.randint(x.numel(), (1 + x.numel() // 100,), generator=generator)] *= 1.5
+        if version == 6 and fault == "reopened":
+            server._empty()
+        with monkeypatch.context() as patch:
+            if version == 6 and fault == "lost":
+                patch.setattr(vllm_client_module, "encode_patch", damaged)
+            load(engine, params, version)
+        whole = engine.core.sent if whole is None else whole
+        assert (engine.core.sent == whole) == (version == 0 or (version == 6 and fault != ""))
+        assert engine.core.sent == whole or engine.core.sent < whole / 4
+        for name, x in engine.weights.named(params):
+            assert torch.equal(core.weights[name], x), (version, name)
+    assert core.loads == 10
+    server.shutdown()
 
 
 def test_clients_that_say_nothing_block_nobody_and_are_closed(served):

@@ -3,6 +3,11 @@
 A transfer has a number. Each trainer rank sends a copy of its shards, so that the next update does not wait; each
 generator rank receives into a second buffer, and its program takes the weights between two iterations of its engine.
 Peers and bytes are those of the plan.
+
+Of weights of 16 bits a trainer rank keeps the copy that it has sent. The policy's next transfer is patches of it, of
+the numbers that have changed, where these have less than a fifth of the bytes; the ranks add up their counts in the
+store. A generator rank whose patched weights do not have the checksums of the trainer's says so in the store, and after
+all have ended, another transfer follows with everything.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ import torch.distributed as dist
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.plan import Plan
+from funrl.mesh.patches import LARGEST_SHARE, changed_bytes, reshard_patches
+from funrl.mesh.plan import Plan, sent_bytes
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, read_value, remove_value, run_store, write_value
 from funrl.mesh.reshard import reshard
 from funrl.processes import spans
@@ -26,6 +32,8 @@ from funrl.processes.heartbeat import beat, beside_the_program, entered, left
 
 TRANSFERS_KEY = "funrl/transfers"
 KEPT_TRANSFERS = 4  # whose entries stay in the store for ranks that have not seen them yet
+COUNTS = ("ended", "lost", "patched", "sent", "ranks-sent", "changed", "patches", "numbers", "bytes", "ranks-bytes")
+NARROW = 2  # bytes of numbers of which few change in a step; of wider ones all do
 
 
 TransferGroup = dist.ProcessGroup | int | None  # as `torch.distributed.new_group` gives it
@@ -63,10 +71,37 @@ class WeightForm(NamedTuple):
     Attributes:
       plan: from the trainer ranks.
       prepare: this rank's shards -> what the engine takes.
+      held: () -> this rank's shards of the weights that the engine has, in layouts and dtypes of the plan; None: they
+        cannot be read.
     """
 
     plan: Plan
     prepare: Callable[[trees.Tree], trees.Tree]
+    held: Callable[[], trees.Tree] = lambda: None
+
+
+class TransferNotice(NamedTuple):
+    """Contents of a transfer.
+
+    Attributes:
+      versions: of the weights, by names of models.
+      patches: whether the policy's weights come as patches of those that were sent before.
+    """
+
+    versions: Mapping[str, int]
+    patches: bool
+
+
+class SentPolicy(NamedTuple):
+    """Count of what the last complete transfer sent of the policy, summed over the trainer ranks.
+
+    Attributes:
+      sent: bytes that these ranks sent.
+      changed: numbers that had changed since the transfer before, as a share of all.
+    """
+
+    sent: int
+    changed: float
 
 
 def transfer_group(mesh: Mesh) -> TransferGroup:
@@ -80,7 +115,12 @@ def transfer_group(mesh: Mesh) -> TransferGroup:
 
 def ended_key(number: int) -> str:
     """Key of the count of ranks that have received a transfer."""
-    return f"{TRANSFERS_KEY}/{number}/ended"
+    return _key(number, "ended")
+
+
+def _key(number: int, name: str) -> str:
+    """Key of a count of a transfer."""
+    return f"{TRANSFERS_KEY}/{number}/{name}"
 
 
 class WeightSender:
@@ -89,20 +129,27 @@ class WeightSender:
     Attributes:
       sent_s: seconds of the last complete transfer, up to the last rank that received it.
       waited_s: seconds of it in which the program waited for it.
+      policy: count of its policy; None where its weights are not of 16 bits, or none were sent before.
+      resent: number of transfers whose patches were lost, so that everything was sent.
     """
 
-    def __init__(self, mesh: Mesh, receivers: int, group: TransferGroup = None) -> None:
+    def __init__(self, mesh: Mesh, receivers: int, group: TransferGroup = None, *, patches: bool = False) -> None:
         """Begin before the first transfer.
 
         Args:
           mesh: of the trainer ranks.
           receivers: number of generator ranks.
           group: of `transfer_group`.
+          patches: whether the engines can be sent patches.
         """
         self.mesh = mesh
         self.receivers = receivers
         self.group = group
         self.sent_s = self.waited_s = 0.0
+        self.policy: SentPolicy | None = None
+        self.resent = 0
+        self._patches = patches
+        self._base: trees.Tree = None  # the policy's shards as they were sent
         self._next = 0
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
@@ -150,19 +197,71 @@ class WeightSender:
 
     def _exchange(self, models: Mapping[str, SentWeights]) -> None:
         """Send weights, and wait until all ranks have received them."""
-        number = self._next
-        self._next += 1
-        if self.mesh.rank == 0:
-            write_value(f"{TRANSFERS_KEY}/{number}", {name: own.version for name, own in models.items()})
-            forgotten = number - KEPT_TRANSFERS  # which all ranks have ended
-            run_store().delete_key(ended_key(forgotten))
-            remove_value(f"{TRANSFERS_KEY}/{forgotten}")
-        for own in models.values():
-            reshard(own.tree, own.plan, self.mesh, group=self.group)
+        policy = models.get("")
+        patches, share = (False, None) if policy is None or self._base is None else self._measure(policy.tree)
+        sent = self._send_once(models, patches)
+        if run_store().add(_key(self._next - 1, "lost"), 0):
+            self.resent += 1
+            sent += self._send_once(models, False)
+        if self._patches and policy is not None and any(dtype.itemsize == NARROW for dtype in policy.plan.dtypes):
+            self._base = policy.tree
+        self.policy = None if share is None else SentPolicy(sent, share)
+
+    def _measure(self, tree: trees.Tree) -> tuple[bool, float]:
+        """Decide whether to send patches of the base, and measure the share of changed numbers: of all ranks."""
+        changed, nbytes = changed_bytes(tree, self._base)
+        own = {"changed": changed, "patches": nbytes, "numbers": trees.count(tree), "bytes": trees.nbytes(tree)}
+        totals = self._add_up(own)
+        patches = totals["patches"] < LARGEST_SHARE * totals["bytes"]
+        return patches, totals["changed"] / max(1, totals["numbers"])
+
+    def _add_up(self, own: Mapping[str, int]) -> dict[str, int]:
+        """Sums over the trainer ranks, by the store: collectives belong to the program."""
         store = run_store()
+        for name, value in own.items():
+            store.add(_key(self._next, name), value)
+        ranks = _key(self._next, f"ranks-{min(own)}")
+        store.add(ranks, 1)
+        self._await(lambda: store.add(ranks, 0) >= self.mesh.world, "the trainer ranks")
+        return {name: store.add(_key(self._next, name), 0) for name in own}
+
+    def _send_once(self, models: Mapping[str, SentWeights], patches: bool) -> int:
+        """Send weights in one transfer, and wait until all ranks have received them.
+
+        Args:
+          models: as of `begin`.
+          patches: whether the policy's are patches of the base.
+
+        Returns: bytes that the trainer ranks have sent of the policy.
+        """
+        number = self._next
+        store = run_store()
+        if self.mesh.rank == 0:
+            versions = {name: own.version for name, own in models.items()}
+            write_value(f"{TRANSFERS_KEY}/{number}", TransferNotice(versions, patches))
+            forgotten = number - KEPT_TRANSFERS  # which all ranks have ended
+            for name in COUNTS:
+                store.delete_key(_key(forgotten, name))
+            remove_value(f"{TRANSFERS_KEY}/{forgotten}")
+        sent = 0
+        for name, own in models.items():
+            if patches and not name:
+                sent = reshard_patches(own.tree, self._base, own.plan, self.mesh, group=self.group).sent
+                continue
+            reshard(own.tree, own.plan, self.mesh, group=self.group)
+            if not name:
+                sent = sent_bytes(own.plan)[self.mesh.process]
+        total = self._add_up({"sent": sent})["sent"]
+        ended = ended_key(number)
+        self._await(lambda: store.add(ended, 0) >= self.receivers, "the generators to receive weights")
+        self._next += 1
+        return total
+
+    def _await(self, look: Callable[[], bool], text: str) -> None:
+        """Wait until `look` is true. Raises: MeshError: for too long."""
         pauses = Pauses(self.mesh.world)
-        limit = ProgressLimit(limit_of(self.mesh), "the generators to receive weights")
-        while store.add(ended_key(number), 0) < self.receivers:
+        limit = ProgressLimit(limit_of(self.mesh), text)
+        while not look():
             pauses.sleep()
             limit.check()
 
@@ -242,16 +341,33 @@ class WeightReceiver:
         return False
 
     def _receive_next(self) -> None:
-        versions: dict[str, int] = read_value(f"{TRANSFERS_KEY}/{self._next}")
-        self._next += 1
+        number = self._next
+        notice: TransferNotice = read_value(f"{TRANSFERS_KEY}/{number}")
         arrived = {}
-        for name in versions:
+        intact = True
+        for name in notice.versions:
             form = self._further if name else self._form
-            arrived[name] = form.prepare(reshard(None, form.plan, self.mesh, group=self._group))
+            if notice.patches and not name:
+                _follow_program(self.mesh.device)
+                tree, intact, _ = reshard_patches(None, form.held(), form.plan, self.mesh, group=self._group)
+            else:
+                tree = reshard(None, form.plan, self.mesh, group=self._group)
+            arrived[name] = form.prepare(tree)
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._arrived = WeightDelivery(versions, arrived)
-        run_store().add(ended_key(self._next - 1), 1)
+        store = run_store()
+        if not intact:
+            store.add(_key(number, "lost"), 1)
+        if notice.patches:
+            store.add(_key(number, "patched"), 1)
+            pauses = Pauses(self.mesh.world)
+            while store.add(_key(number, "patched"), 0) < self.mesh.world and not self._ended.is_set():
+                pauses.sleep()
+            intact = not store.add(_key(number, "lost"), 0)
+        self._next += 1
+        if intact:
+            self._arrived = WeightDelivery(notice.versions, arrived)
+        store.add(ended_key(number), 1)
         beat()
 
 
@@ -270,6 +386,12 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
+
+
+def _follow_program(device: torch.device) -> None:
+    """Make this thread's kernels wait for those of the program so far, which may have written weights."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

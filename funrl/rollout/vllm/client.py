@@ -2,6 +2,9 @@
 
 If the server does not answer, the client waits for it. A restarted server is sent the model, the current weights and
 all unfinished requests with their tokens so far, so that only time is lost.
+
+Weights of 16 bits of which few numbers have changed are sent as patches of those that the server has in files; if it
+has others, all are sent.
 """
 
 from __future__ import annotations
@@ -17,17 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from funrl.mesh.mesh import SINGLE, Mesh, MeshError
+from funrl.mesh.patches import LARGEST_SHARE, encode_patch
+from funrl.mesh.pools.transfer import NARROW
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.weight_files import split_shards
 from funrl.models.model import Model
 from funrl.rollout.vllm.contract import VLLM_DEFAULTS, CacheCounts, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
-from funrl.rollout.vllm.server import plain_requests
+from funrl.rollout.vllm.server import NUMBER, plain_requests
 
 RETRY_S = 0.5  # between requests to a server that does not answer
 STATUS_S = 10.0  # timeout of a status request
@@ -43,6 +49,7 @@ class RemoteCore:
     Attributes:
       url: of the server.
       generation: number of times that the server has lost all requests.
+      sent: bytes of the newest weights that were sent, as patches or whole.
 
     Args:
       url: such as http://127.0.0.1:8100.
@@ -62,6 +69,7 @@ class RemoteCore:
         self._counts = CacheCounts(0, 0, 0, used_pages=0, preempted=0)
         self._asleep = self._loaded = False  # whether the server sleeps; whether it has loaded all weights
         self._weights: list[Path] = []
+        self.sent = 0
         self._folder = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._reach(None)
@@ -85,15 +93,26 @@ class RemoteCore:
         self._send("forget")
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Store all weights in files, for a restarted server, and send them; see `Core`."""
+        """Store all weights in files, for a restarted server, and send them or patches of them; see `Core`."""
+        base = self._weights if self._loaded else []
+        room = LARGEST_SHARE * sum(file.stat().st_size for file in base)
+        patches: list[bytes] = []
         self._weights = []
         self._loaded = False
         for number, bucket in enumerate(split_shards(named_weights, BUCKET_BYTES)):
             file = Path(self._folder.name) / f"{number:06}"
+            patch = bucket_patch(number, load_safetensors(file.read_bytes()), bucket) if file in base else None
             file.write_bytes(save_safetensors(bucket))
             self._weights.append(file)
+            room -= len(patch or b"")
+            if patch is None or room <= 0:
+                base = []
+                patches = []
+            else:
+                patches.append(patch)
         try:
-            self._send_weights()
+            if len(patches) < len(self._weights) or not self._send_patches(patches):
+                self._send_weights()
         except OSError as error:
             self._reach(error)
 
@@ -171,11 +190,33 @@ class RemoteCore:
         self._ask("sleep" if self._asleep else "wake", b"{}", self._timeout_s)
         self._instance = instance
 
+    def _send_patches(self, patches: Sequence[bytes]) -> bool:
+        """Send patches of all buckets; False: the server has other weights than these are patches of."""
+        try:
+            for patch in patches:
+                self._ask("patch", patch, self._timeout_s)
+        except EngineServerError:
+            return False
+        self._ask("reload", b"{}", self._timeout_s)
+        self.sent = sum(map(len, patches))
+        self._loaded = True
+        return True
+
     def _send_weights(self) -> None:
+        self.sent = sum(file.stat().st_size for file in self._weights)
         for file in self._weights:
             self._ask("bucket", file.read_bytes(), self._timeout_s)
         self._ask("reload", b"{}", self._timeout_s)
         self._loaded = True
+
+
+def bucket_patch(number: int, base: Mapping[str, Tensor], bucket: Mapping[str, Tensor]) -> bytes | None:
+    """Patch of the `number`-th bucket, as a server takes it; None: its weights are others, or not of 16 bits."""
+    forms = [{name: (x.dtype, x.shape) for name, x in weights.items()} for weights in (base, bucket)]
+    if forms[0] != forms[1] or not any(x.element_size() == NARROW for x in bucket.values()):
+        return None
+    patches = {name: encode_patch(x.view(-1), base[name].view(-1)) for name, x in bucket.items()}
+    return save_safetensors({NUMBER: torch.tensor(number), **patches})
 
 
 def vllm_client(

@@ -37,10 +37,12 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from funrl.mesh.launch import device_type
 from funrl.mesh.mesh import single
+from funrl.mesh.patches import apply_patch
 from funrl.models import decoder_model
 from funrl.models.huggingface.config import config_from_hf
 from funrl.rollout.sampling_parameters import Sampling
@@ -52,6 +54,7 @@ PART_BYTES = 1 << 20  # of a body that are read at once, whatever it announces
 LARGEST_MESSAGE = 1 << 30  # of the largest message, which is requests with their tokens
 LARGEST_BUCKET = 1 << 36  # of the largest bucket, which is one tensor that is larger than usual
 ARRIVING = "arriving-"  # of a bucket that is not whole yet
+NUMBER = "#"  # name of the tensor with the number of the bucket that a patch is of
 
 Answer = Mapping[str, Any]
 Start = Callable[[Answer], Core]
@@ -82,6 +85,7 @@ class CoreServer(ThreadingHTTPServer):
         self.sizes: Answer = {}
         self.buckets = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self.lock = threading.Lock()  # of the buckets' numbers
+        self.loaded = False  # whether the buckets are those that vLLM has, to be patched
         self.loopback = is_loopback(address[0])
         self.jobs: queue.SimpleQueue[CoreCall | None] = queue.SimpleQueue()
         super().__init__(address, CoreHandler)
@@ -119,7 +123,9 @@ class CoreServer(ThreadingHTTPServer):
         return job.future.result()
 
     def keep_bucket(self, content: Iterator[bytes]) -> Answer:
-        """Keep weights for the next "reload"."""
+        """Keep weights for the next "reload", and let go of those of the last one."""
+        if self.loaded:
+            self._empty()
         with tempfile.NamedTemporaryFile(dir=self.buckets.name, prefix=ARRIVING, delete=False) as file:
             try:
                 for part in content:
@@ -129,6 +135,30 @@ class CoreServer(ThreadingHTTPServer):
                 raise
         with self.lock:
             os.rename(file.name, Path(self.buckets.name, f"{len(self._arrived()):06}"))
+        return {}
+
+    def patch_bucket(self, body: bytes) -> Answer:
+        """Patch a bucket of the last "reload" for the next one.
+
+        Raises:
+          ValueError: there is none, or the patch is of other weights.
+        """
+        patches = load_safetensors(body)
+        number = int(patches.pop(NUMBER, torch.tensor(-1)))
+        files = self._arrived()
+        if not self.loaded or not 0 <= number < len(files):
+            raise ValueError(f"patch: there is no bucket {number} to patch")
+        weights = load_safetensors(files[number].read_bytes())
+        for name, patch in patches.items():
+            if name not in weights:
+                raise ValueError(f"patch: {name} is not in bucket {number}")
+            patched, intact = apply_patch(weights[name].view(-1), patch)
+            if not intact:
+                raise ValueError(f"patch: {name} is patched from other weights")
+            weights[name] = patched.view(weights[name].shape)
+        file = Path(self.buckets.name, f"{ARRIVING}{number:06}")
+        file.write_bytes(save_safetensors(weights))
+        file.replace(files[number])
         return {}
 
     def _arrived(self) -> list[Path]:
@@ -166,7 +196,7 @@ class CoreServer(ThreadingHTTPServer):
                 core.forget()
             case "reload":
                 core.reload(self._weights())
-                self._empty()
+                self.loaded = True
             case "sleep":
                 core.sleep()
             case "wake":
@@ -180,6 +210,7 @@ class CoreServer(ThreadingHTTPServer):
             yield from load_safetensors(file.read_bytes()).items()
 
     def _empty(self) -> None:
+        self.loaded = False
         for file in self._arrived():
             file.unlink()
 
@@ -240,7 +271,8 @@ class CoreHandler(BaseHTTPRequestHandler):
             if length > shutil.disk_usage(self.server.buckets.name).free:
                 raise RefusedError(507, f"Content-Length: {length}: the disk has no room for it")
             return self.server.keep_bucket(self._content(length))
-        return self.server.answer(what, b"".join(self._content(length)))
+        body = b"".join(self._content(length))
+        return self.server.patch_bucket(body) if what == "patch" else self.server.answer(what, body)
 
     def _length(self, most: int) -> int:
         """Length of the body in bytes. Raises: RefusedError, it is not a number, or too large."""

@@ -31,7 +31,7 @@ from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.certificate import greedy_of, greedy_requests
+from funrl.rollout.certificate import greedy_of, greedy_requests, held_shards
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
@@ -539,7 +539,8 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
         load_directories(generator.frozen)
         generation = generation_of(job, parts, {}, Clock(), show)
     answers = Answers(generating)
-    form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
+    prepare = functools.partial(in_form, generator.engine.weights)
+    form = WeightForm(generator.to_engine, prepare, functools.partial(held_shards, generator.engine))
     whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
     receiver = WeightReceiver(generating, form, whole_form, group)
     writer = GroupWriter(job, generation, generator, training, receiver, show)

@@ -511,10 +511,18 @@ class GroupGenerators:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
-        if not self.ahead:
-            return self._counts
         sender = self.engine.sender
-        sent = {} if sender is None or not sender.sent_s else {"sync/hidden_share": sender.hidden_share}
+        sent = {}
+        if sender is not None and sender.policy is not None:
+            sent = {
+                "sync/sent_bytes": float(sender.policy.sent),
+                "sync/changed_share": sender.policy.changed,
+                "sync/resent": float(sender.resent),
+            }
+        if not self.ahead:
+            return self._counts | sent
+        if sender is not None and sender.sent_s:
+            sent["sync/hidden_share"] = sender.hidden_share
         groups = self.batch_groups()
         waited = sum(group.waited_s for group in groups) / self._board.replicas
         waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
@@ -673,7 +681,8 @@ def sending_client(
     group: TransferGroup, job: RLJob, engine: RemoteEngine, generation: Generation, show: Show
 ) -> GroupGenerators:
     """The client of generator ranks, to which weights are sent; with `group`, of `transfer_group`, a `MakeClient`."""
-    engine.sender = WeightSender(engine.requests.mesh, engine.weights.mesh.world, group)
+    patches = job.settings.engines.abilities.patches
+    engine.sender = WeightSender(engine.requests.mesh, engine.weights.mesh.world, group, patches=patches)
     generators = GroupGenerators(job, engine, generation, show)
     engine.ahead = generators.ahead
     return generators
