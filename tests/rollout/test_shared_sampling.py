@@ -1,5 +1,7 @@
 """Sampling of logits that tensor ranks share: the tokens and bits of whole logits, and few bytes sent for them."""
 
+from typing import Any
+
 import lockstep_ranks
 import pytest
 import torch
@@ -24,7 +26,7 @@ def shared(logits, noise, how, seen, ranks):
         own = logits[:, first : first + columns].contiguous()
         return sample_shared_tokens(own, noise, how, VocabularyPart(mesh, columns, vocab), seen_RV=seen)
 
-    results = run_ranks(program, parse(f"tp{ranks}"))
+    results: list[Any] = run_ranks(program, parse(f"tp{ranks}"))
     for other in results[1:]:
         assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(other, results[0], strict=True))
     return results[0]

@@ -31,6 +31,8 @@ from funrl.rollout.native.device.decode_state import (
 )
 from funrl.rollout.native.device.host_copy import HostCopy, device_copy
 from funrl.rollout.native.device.row_sampler import SamplingGroups
+from funrl.rollout.native.expert_lanes import ExpertLanesBackend
+from funrl.rollout.native.lanes import bucket
 from funrl.rollout.native.passes import Backend, PassPlan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
@@ -274,16 +276,12 @@ def row_bucket(count: int, most: int) -> int:
     return min(bucket(count) if count <= ROW_STEPS[0][0] else -(-count // step) * step, most)
 
 
-def bucket(count: int, most: int | None = None) -> int:
-    """The next power of two, at most `most`: few different sizes occur."""
-    size = 1 << max(0, count - 1).bit_length()
-    return size if most is None else min(size, most)
-
-
 def static_problem(model: Model, backend: Backend, speculate: int) -> str | None:
     """Reason why decoding cannot use passes of static shape; None: it can."""
     if not isinstance(backend, TorchBackend):
         return "the compiled step computes on the CPU"
+    if isinstance(backend, ExpertLanesBackend):
+        return "ranks of ep compute equally many tokens, which the host makes them"
     if speculate:
         return "drafts are made on the host"
     if model.owned is not None:
