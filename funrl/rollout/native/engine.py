@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh.collectives import begin_one_shot_sums
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.float8_weights import float8_model_problem
@@ -499,6 +500,9 @@ def native_engine(
             "max_rows be 1"
         )
     backend = _backend_of(model, mesh, dtype, options, layer, note)
+    if mesh.device.type == "cuda" and mesh.size("tensor") > 1:
+        problem = begin_one_shot_sums(mesh, "tensor")
+        log.info("sums over tensor ranks while decoding: %s", f"by NCCL, as {problem}" if problem else "in one kernel")
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:
