@@ -10,14 +10,18 @@ from lockstep_ranks import run_ranks
 from selection import quick
 from test_same_bits_experts import Texts, model_of
 
+from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import GENERATE, layouts, shard
+from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.requests import Request
+from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
@@ -125,6 +129,52 @@ def test_pages_are_preempted_and_rows_cancelled_alike_on_all_ranks():
     for done, preempted in results_on(program, "ep2"):
         assert preempted > 0 and done[9].finish == "cancelled"
         assert unlike(done[:9], alone[:9]) == 0
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("deepseek", "ep4"), ("qwen3 moe", "ep2,tp2")])
+def test_passes_of_static_shape_sample_the_same(family, mesh):
+    """As CUDA graphs do; those with prompts are not static."""
+    plain = [
+        request._replace(sampling=Sampling(max_new_tokens=6 + 5 * (i % 3))) for i, request in enumerate(requests(9))
+    ]
+    alone = complete(engine_of(SINGLE, family, packed=False), plain)
+
+    def program(ranks):
+        engine = engine_of(ranks, family, static=True, max_rows=2)
+        calls = []
+        backend: Any = engine._backend
+        decode = backend.decode
+        backend.decode = lambda *given: calls.append(given[2].rows) or decode(*given)
+        return complete(engine, plain), calls
+
+    first, *others = results_on(program, mesh)
+    assert len(first[1]) > 5 and max(first[1]) == 2
+    for done, calls in (first, *others):
+        assert unlike(done, alone) == 0 and calls == first[1]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_states_of_a_fixed_size_are_in_lanes_too(static):
+    sizes = {"vocab": 40, "embed": 16, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32, "layers": 2}
+    mixers = (GatedDeltaNet(2, 4, 8, 6), None)
+    model = decoder_model(decoder_config(**sizes, mixers=mixers, experts=Experts(4, 2, 8)))
+    params = trees.cast(model.init(torch.Generator().manual_seed(0)), torch.float64)
+    pick = random.Random(1)
+    prompts = [[pick.randrange(40) for _ in range(pick.choice([1, 5, 33]))] for _ in range(5)]
+    asked = requests_of(prompts, Sampling(max_new_tokens=12, samples=2), 0)
+
+    def program(mesh):
+        options = NativeOptions(static=static, snapshot_tokens=16)
+        engine = native_engine(model, mesh, torch.float64, options)
+        placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
+        engine.load(engine.weights.named(shard(params, placed, mesh)), 1)
+        return complete(engine, asked)
+
+    alone = program(SINGLE)
+    for done in results_on(program, "ep2"):
+        assert [x.tokens.tolist() for x in done] == [x.tokens.tolist() for x in alone]
+        for a, b in zip(done, alone, strict=True):
+            torch.testing.assert_close(a.raw_logp, b.raw_logp, rtol=0, atol=1e-12)
 
 
 def test_routes_are_recorded_on_all_ranks():

@@ -43,6 +43,7 @@ from funrl.rollout.native.device.decode_state import (
     fused_pass,
 )
 from funrl.rollout.native.device.host_copy import device_copy
+from funrl.rollout.native.lanes import LaneRows
 from funrl.rollout.native.owned_prompts import OwnedPrompts
 from funrl.rollout.native.passes import Backend, PassWork, SampledRows
 from funrl.rollout.sampling import VocabularyPart, sample_shared_tokens, sample_tokens
@@ -254,6 +255,18 @@ class TorchBackend:
             )
             return fused_pass(self, hidden, state, rows_B, groups=form.sampling_groups)
         return decode_pass(self, state, rows_B, form=form, spare=spare)
+
+    def lane_rows(self, lane_R: np.ndarray) -> LaneRows | None:
+        """Rows of a pass, by their lanes, as this rank computes them; None: it computes all of them."""
+        return None
+
+    def own_pages(self, pages: np.ndarray) -> np.ndarray:
+        """Numbers of pages in the cache of this rank."""
+        return pages
+
+    def own_cells(self, cells_R: np.ndarray | None) -> np.ndarray | None:
+        """Numbers of cells likewise."""
+        return cells_R
 
     def stack_weights(self) -> None:
         """Stack weights for fused kernels, where these compute the model, or of experts, as `load` does from then on.

@@ -375,7 +375,7 @@ class NativeEngine:
         groups = self._static.sampling_groups(slots)
         if groups is None:
             return False
-        pages, cells = self._sizes
+        pages, cells = (size // self._ranks for size in self._sizes)
         sampled = self._static.run(slots, groups, Spare(pages, cells or None))
         self._sequences.append(slots, sampled)
         self._scheduler.decoded(slots)

@@ -21,9 +21,9 @@ from funrl.mesh.collectives import all_gather, psum
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Layer, Model
 from funrl.rollout.native.backends import TorchBackend
-from funrl.rollout.native.device.decode_state import RowAdapters
+from funrl.rollout.native.device.decode_state import DecodeForm, DecodeState, RowAdapters, Spare
 from funrl.rollout.native.device.host_copy import device_copy
-from funrl.rollout.native.lanes import places_in_lanes
+from funrl.rollout.native.lanes import LaneRows, places_in_lanes
 from funrl.rollout.native.passes import PassWork, SampledRows
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -145,7 +145,38 @@ class ExpertLanesBackend(TorchBackend):
 
         place_R = device_copy(np.pad(self._place_M[source[own_R]], (0, rows - len(own_R))), device)
         sampled = super().sample(output_M, place_R, own_rows(noise_R, own_R), sampling, own_rows(seen_RV, own_R))
+        all_R = device_copy(at_R, device)
+        token_R, sampling_logp_R, raw_logp_R = (x[all_R] for x in self._of_all_lanes(sampled))
+        return token_R, sampling_logp_R, raw_logp_R
+
+    def decode(
+        self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `TorchBackend.decode` of rows of this lane; the results are those of all lanes, one after the other."""
+        return self._of_all_lanes(super().decode(state, rows_B, form, spare))
+
+    def lane_rows(self, lane_R: np.ndarray) -> LaneRows:
+        """Rows of a pass by their lanes."""
+        at_R, rows = places_in_lanes(lane_R, self.lanes)
+        most = int(np.bincount(lane_R, minlength=self.lanes).max())
+        return LaneRows(np.flatnonzero(lane_R == self._own), most, lane_R, at_R % rows)
+
+    def own_pages(self, pages: np.ndarray) -> np.ndarray:
+        """Numbers of pages in their lanes."""
+        return pages % self._pages
+
+    def own_cells(self, cells_R: np.ndarray | None) -> np.ndarray | None:
+        """Numbers of cells in their lanes."""
+        return None if cells_R is None else cells_R % self._cells
+
+    @property
+    def mixes(self) -> bool:
+        """False: lanes have other prompts each."""
+        return False
+
+    def _of_all_lanes(self, sampled: SampledRows) -> SampledRows:
+        """Sampled rows of all lanes, of which each has equally many."""
         numbers_3B = torch.stack([x.double() for x in sampled])  # token ids too are exact in float64
-        numbers_3R = all_gather(numbers_3B, self.mesh, "expert", dim=1)[:, device_copy(at_R, device)]
+        numbers_3R = all_gather(numbers_3B, self.mesh, "expert", dim=1)
         token_R, sampling_logp_R, raw_logp_R = (x.to(like.dtype) for x, like in zip(numbers_3R, sampled, strict=True))
         return token_R, sampling_logp_R, raw_logp_R

@@ -116,6 +116,25 @@ def lane_room(lanes: int, running: Sequence[RunningSequence], rows: int) -> dict
     return {lane: most - counts[lane] for lane in sorted(range(lanes), key=counts.__getitem__) if counts[lane] < most}
 
 
+class LaneRows(NamedTuple):
+    """Rows of a pass whose lanes are computed by ranks of their own.
+
+    Attributes:
+      own: index of each row of this rank's lane.
+      most: rows of the lane that has most.
+      lane_R, index_R: lane of each row, and its number there.
+    """
+
+    own: np.ndarray
+    most: int
+    lane_R: np.ndarray
+    index_R: np.ndarray
+
+    def places(self, rows: int) -> np.ndarray:
+        """Place of each row where the lanes, of this many rows each, stand one after the other."""
+        return self.lane_R * rows + self.index_R
+
+
 def places_in_lanes(lane_N: np.ndarray, lanes: int) -> tuple[np.ndarray, int]:
     """Places of things in lanes of equally many rows, one lane after the other, and the rows of a lane.
 
