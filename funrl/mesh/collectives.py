@@ -29,7 +29,7 @@ from torch import Tensor
 from funrl.autograd import AutogradFunction
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import AXES, Axes, Mesh
-from funrl.mesh.one_shot import SUMMED_DTYPES, map_buffer, one_shot_problem, one_shot_sum, sums_at_once, unmap_buffer
+from funrl.mesh.one_shot import ONE_SHOT_DTYPES, map_buffer, one_shot_problem, one_shot_sum, sums_at_once, unmap_buffer
 from funrl.processes import gloo
 from funrl.processes.heartbeat import entered, left
 
@@ -80,7 +80,7 @@ def _sums_are_right(mesh: Mesh, axes: Axes) -> bool:
     """True if small sums of each dtype are those of NCCL."""
     group = mesh.group_name(axes)
     numbers = torch.arange(64, device=mesh.device) % 7 + int(mesh.index(axes))  # exact in 16 bits
-    pairs = [(one_shot_sum(x, group), _all_reduce(x, "sum", group)) for x in (numbers.to(d) for d in SUMMED_DTYPES)]
+    pairs = [(one_shot_sum(x, group), _all_reduce(x, "sum", group)) for x in (numbers.to(d) for d in ONE_SHOT_DTYPES)]
     return all(torch.equal(a, b) for a, b in pairs)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MOST_BYTES = 1 << 18  # of a tensor; for more, ranks that each read all parts send too much
-SUMMED_DTYPES = (torch.bfloat16, torch.float32)
+ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNED = 16  # bytes that the kernel reads at a time
 _buffers: dict[str, Tensor] = {}  # by name of the group: this rank's part of its memory
 
@@ -53,7 +53,7 @@ def sums_at_once(x: Tensor, group: str) -> bool:
     if group not in _buffers or not torch.is_inference_mode_enabled():
         return False
     nbytes = x.numel() * x.element_size()
-    return x.dtype in SUMMED_DTYPES and 0 < nbytes <= MOST_BYTES and nbytes % _ALIGNED == 0
+    return x.dtype in ONE_SHOT_DTYPES and 0 < nbytes <= MOST_BYTES and nbytes % _ALIGNED == 0
 
 
 @torch.library.custom_op("funrl::one_shot_sum", mutates_args=())

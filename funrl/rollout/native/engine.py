@@ -522,7 +522,7 @@ def _backend_of(
     layer: Layer | None,
     note: Callable[[str], None],
 ) -> Backend:
-    """What computes the passes of an engine; the arguments are those of `native_engine`."""
+    """Backend of an engine; the arguments are those of `native_engine`."""
     given = model, mesh, dtype, layer, page_tokens(mesh.device.type)
     if options.float8:
         problem = float8_model_problem(model, mesh, dtype)
