@@ -525,10 +525,7 @@ def _backend_of(
     """Backend of an engine; the arguments are those of `native_engine`."""
     given = model, mesh, dtype, layer, page_tokens(mesh.device.type)
     if options.float8:
-        problem = float8_model_problem(model, mesh, dtype)
-        if mesh.size("expert") > 1:
-            problem = f"ranks of ep share no weights in 8 bits, and the mesh is {mesh}"
-        if problem is not None:
+        if problem := float8_model_problem(model, mesh, dtype):
             raise ModelError(f"float8 is True: {problem}; leave it out")
         return Float8Backend(*given, record_routes=options.record_routes)
     if mesh.size("expert") > 1 and options.make_backend is None:
