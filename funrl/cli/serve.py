@@ -28,6 +28,7 @@ from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_mod
 from funrl.trainer.inference import build_with_weights, prepare_inference
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import chat_of
+from funrl.trainer.jobs.sharding import replica_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import Given
 
@@ -69,9 +70,10 @@ def serve_command(argv: Sequence[str]) -> int:
     implied = {"max_new_tokens": 1, "temperature": 1.0, "generate_mesh": chosen.get("mesh")}
     settings = settings_of_stored("generate", stored, implied | chosen, given, seed)
     job = prepare_inference(settings, stored, given)
-    replicas = [axis for axis in ("data", "sequence", "expert") if job.generate_sizes.get(axis, 1) > 1]
+    sizes = replica_sizes(job.settings, job.generate_sizes)
+    replicas = [axis for axis in ("data", "sequence", "expert") if sizes[axis] > 1]
     if replicas:
-        raise SettingsError(f"--mesh has several replicas ({', '.join(replicas)}); a server has one: --mesh=tpN")
+        raise SettingsError(f"--mesh has several replicas ({', '.join(replicas)}); a server has one: --mesh=tpN or epN")
     served = Served(
         job,
         stored,

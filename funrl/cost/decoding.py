@@ -100,7 +100,7 @@ def completions(work: EngineWork, sampling: Sampling) -> Costs:
 def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
     """Waves of completions of one rank of the engine, all of full length: (number of waves, rows of each)."""
     job = work.job
-    rows = own_prompts(job, work.whole.mesh) * sampling.samples
+    rows = own_prompts(job, work.whole.whole.weights.mesh) * sampling.samples
     most = min(rows, job.settings.engines.decode_rows, rows_in_cache(work, sampling)[0])
     if work.turns.replies > 1:
         most = min(most, job.settings.environments.max_waiting)
@@ -116,8 +116,9 @@ def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
     model = generator.whole.model
     page = hardware_page_tokens(work.hardware)
     pages = -(-work.turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens) // page)
-    row_bytes = pages * model.page_bytes(generator.mesh, page, job.dtype)
-    row_bytes += model.cell_bytes(generator.mesh, job.dtype)
+    mesh = generator.whole.weights.mesh
+    row_bytes = pages * model.page_bytes(mesh, page, job.dtype)
+    row_bytes += model.cell_bytes(mesh, job.dtype)
     given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
     return int(given // row_bytes) - (generator.whole.control is not None), row_bytes
 
@@ -186,7 +187,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
         whole = plus(whole, {"cache": float(rows_in_cache(work, sampling)[1])})  # of a row that is scored once more
     if state_bytes:
         most_held = MOST_STATE_BYTES // state_bytes
-        own = own_prompts(work.job, work.whole.mesh)
+        own = own_prompts(work.job, work.whole.whole.weights.mesh)
         # A baseline of the same prompts finds the states that their completions have left.
         known = sampling is not work.job.sampling and own <= most_held
         # The traced prefill encodes one prompt, as all of its prompts are the same.
@@ -223,7 +224,7 @@ def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length
     """
     job, generator, _, prompt_tokens, _, hardware, turns = work
     model = job.model
-    mesh = generator.mesh
+    mesh = generator.whole.weights.mesh
     wanted = generator.whole.weights.layouts
     page = hardware_page_tokens(hardware)
     count = sizes.rows
@@ -300,7 +301,7 @@ def episode_cost(work: EngineWork, generating: float) -> EpisodeCost:
     job = work.job
     turns = work.turns
     sampling = job.sampling
-    rows = own_prompts(job, work.generator.mesh) * sampling.samples
+    rows = own_prompts(job, work.generator.whole.weights.mesh) * sampling.samples
     fitting, row_bytes = rows_in_cache(work, sampling)
     most = min(rows, job.settings.environments.max_waiting)
     running = max(1, min(most, job.settings.engines.decode_rows, fitting))

@@ -564,7 +564,7 @@ def estimate(
         engine = 0.0
         served = rests | {"weights": rests.get("weights", 0.0) + agents}
         if isinstance(parts, GeneratingParts):
-            axes |= tracing.axes_of(parts.generator.mesh)
+            axes |= tracing.axes_of(parts.generator.whole.weights.mesh)
             phases, episodes, engine = _with_generator(job, parts, phases, work, served, agents)
         elif agents:
             phases = {name: plus(costs, {"weights": agents}) for name, costs in phases.items()}

@@ -27,7 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
+from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import AXES, Axes, Mesh
+from funrl.mesh.one_shot import ONE_SHOT_DTYPES, map_buffer, one_shot_problem, one_shot_sum, sums_at_once, unmap_buffer
 from funrl.processes import gloo
 from funrl.processes.heartbeat import entered, left
 
@@ -37,7 +39,49 @@ _KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 def psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     """Sum over `axes`; the gradient passes unchanged."""
-    return x if mesh.size(axes) == 1 else _PSum.apply(x, mesh.group_name(axes))
+    if mesh.size(axes) == 1:
+        return x
+    group = mesh.group_name(axes)
+    return one_shot_sum(x, group) if sums_at_once(x, group) else _PSum.apply(x, group)
+
+
+def begin_one_shot_sums(mesh: Mesh, axes: Axes) -> str | None:
+    """Let `psum` take small sums over `axes` in one kernel where nothing learns; see `one_shot`. Collective.
+
+    Returns: the reason why it does not, the same on all ranks or that of another one; None: it does.
+    """
+    ranks = mesh.size(axes)
+    if ranks == 1:
+        return "there is one rank"
+    group = mesh.group_name(axes)
+    node = local_ranks(mesh.world)
+    members = dist.get_process_group_ranks(mesh.group(axes))
+    problem = one_shot_problem(mesh.device, ranks, ranks if len({rank // node for rank in members}) == 1 else 1)
+    if not _on_all_ranks(problem is None, mesh, axes):
+        return problem or "another rank cannot"
+    try:
+        map_buffer(group, mesh.device)
+        problem = None if _sums_are_right(mesh, axes) else "its sums are not NCCL's"
+    except (RuntimeError, AttributeError, ImportError) as error:  # of a build or a driver without it
+        problem = str(error)
+    if not _on_all_ranks(problem is None, mesh, axes):
+        unmap_buffer(group)
+        return problem or "another rank cannot"
+    return None
+
+
+def _on_all_ranks(holds: bool, mesh: Mesh, axes: Axes) -> bool:
+    """True if something holds on all ranks of `axes`."""
+    return not pmax(torch.tensor(float(not holds), device=mesh.device), mesh, axes).item()
+
+
+@torch.inference_mode()
+def _sums_are_right(mesh: Mesh, axes: Axes) -> bool:
+    """True if small sums of each dtype are those of NCCL."""
+    group = mesh.group_name(axes)
+    numbers = torch.arange(64, device=mesh.device) % 7 + int(mesh.index(axes))  # exact in 16 bits
+    pairs = [(one_shot_sum(x, group), _all_reduce(x, "sum", group)) for x in (numbers.to(d) for d in ONE_SHOT_DTYPES)]
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:

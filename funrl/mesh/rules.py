@@ -76,7 +76,8 @@ STORED: Rules = dict(COMPUTE)
 # Where the residual stream is split over `tensor`: axes of weights that work on a rank's part of the tokens there, and
 # what their gradients are to be summed over because of it. All others see every token.
 SPLIT_RESIDUAL: Rules = {"latent": "tensor", "norm": "tensor", "router": "tensor", "value": "tensor"}
-GENERATE: Rules = {**COMPUTE, "experts": None}  # ranks of `expert` generate other rows, each with all experts
+GENERATE: Rules = dict(COMPUTE)  # ranks of `expert` generate other rows, and send tokens to each other's experts
+WHOLE_EXPERTS: Rules = {**GENERATE, "experts": None}  # each of them with all experts
 
 
 def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data", outermost: bool = True) -> Rules:

@@ -14,6 +14,7 @@ SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 AXES = tuple(SHORT.values())
 AUTOMATIC = "auto"  # what a text begins with that leaves the mesh to the run
 ROW_AXES = ("data", "expert")  # axes that split a batch's rows
+REPLICA_AXES = ("expert", "tensor")  # axes whose ranks are one replica of an engine that shares experts
 TOKEN_AXES = (*ROW_AXES, "sequence")  # axes that split its tokens
 
 

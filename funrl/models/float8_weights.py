@@ -53,6 +53,8 @@ def float8_model_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | 
     """
     if model.abilities.choices:
         return "products of experts are not taken in 8 bits"
+    if mesh.size("expert") > 1:
+        return f"ranks of ep share no weights in 8 bits, and the mesh is {mesh}"
     if not any(_is_quantized(name, tuple(x.shape)) for name, x in trees.named(model.shapes)):
         return f"no layer has a projection of {', '.join(PROJECTIONS)} whose sizes 16 divides"
     return float8_problem(mesh.device, dtype)

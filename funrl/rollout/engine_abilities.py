@@ -16,6 +16,7 @@ class EngineAbilities(NamedTuple):
       whole_only: it completes whole requests. None is continued, and weights are replaced only between them.
       unpaged: it generates with models that have no pages of keys.
       tensor: it splits a model over tensor ranks.
+      shares_experts: ranks of `expert` are one replica, which share its experts; else each is one with all experts.
       penalties: it takes a repetition penalty for prompts of several lengths.
       adapters: it adds adapters to a base; others get merged weights.
       routes: it generates with experts, and records the routes of tokens.
@@ -32,6 +33,7 @@ class EngineAbilities(NamedTuple):
     whole_only: bool = False
     unpaged: bool = False
     tensor: bool = False
+    shares_experts: bool = False
     penalties: bool = False
     adapters: bool = False
     routes: bool = False
@@ -48,6 +50,7 @@ ENGINES = {  # by the value of --engine
     "native": EngineAbilities(
         own_steps=True,
         tensor=True,
+        shares_experts=True,
         penalties=True,
         adapters=True,
         routes=True,

@@ -47,7 +47,7 @@ def gap_problem(job: RLJob, parts: GeneratingParts) -> str | None:
       parts: of the run.
     """
     policy = parts.roles[job.main_role].placed
-    return sums_problem(job, policy.model, policy.mesh, parts.generator.mesh)
+    return sums_problem(job, policy.model, policy.mesh, parts.generator.whole.weights.mesh)
 
 
 class GapCheck(NamedTuple):

@@ -242,8 +242,8 @@ def test_experts_come_from_their_ranks_to_the_engine_in_as_few_bytes_as_there_ca
             ),
             torch.float32,
         )
-        # A rank keeps of its 2 experts the half that it generates with, and receives that half of the other 6.
-        assert received_bytes(only) == [config.layers * 6 * 3 * 64 * 32 * 4] * 4
+        # A rank keeps of its 2 experts the half that it generates with, and receives that half of 2 others.
+        assert received_bytes(only) == [config.layers * 2 * 3 * 64 * 32 * 4] * 4
 
 
 def test_the_gathered_way_reads_nothing_from_a_device():

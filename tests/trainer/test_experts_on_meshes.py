@@ -37,6 +37,8 @@ MESHES = {
         EXPERTS,
         LOSSES | {"fsdp": True, "token_budget": 16, "generate_mesh": "ep2,dp2"},
     ),
+    "ep4": ("ep4", EXPERTS, LOSSES | {"generate_mesh": "ep4"}),
+    "dp2,ep2": ("dp4", EXPERTS, LOSSES | {"generate_mesh": "dp2,ep2"}),
     "ep2,tp2 deepseek": ("ep2,tp2", DEEPSEEK, BIASES | {"fsdp": True, "remat": "selective", **SPLIT}),
 }
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from selection import quick
-from small_runs import GRPO, MEASURED, PPO, Quiet, digits_reward, small_job
+from small_runs import GRPO, MEASURED, PPO, SIZES, Quiet, digits_reward, small_job
 from test_episode_runs import episode_job
 
 import funrl
@@ -21,6 +21,7 @@ from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
+from funrl.models.decoder.routing import Experts
 from funrl.rollout.episodes import Episode
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
@@ -86,6 +87,7 @@ def assert_same_runs(placed, together, tolerance=0.0):
             assert torch.allclose(a, b, rtol=0, atol=tolerance)
 
 
+EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}
 LAYOUTS = {
     "dp1": ({}, {"place": "generate:1"}),
     "fsdp + tp": (
@@ -107,6 +109,15 @@ def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
     assert_same_runs(placed, run(**together))
     assert_same_runs(placed, run(), 1e-9)
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
+    assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
+
+
+@pytest.mark.slow
+def test_generators_that_share_experts_write_what_one_process_writes():
+    """Latest weights reach both ranks of a replica between the same two passes."""
+    flags = {"sizes": EXPERTS, "task": "arithmetic_moe", "steps": 3}
+    placed = run.__wrapped__(place="train:dp1 generate:dp1,ep2", **flags)
+    assert_same_runs(placed, run.__wrapped__(**flags), 1e-9)
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 

@@ -25,7 +25,7 @@ from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.fused_decode import FusedDecoder, fused_problem
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
-from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.linear_logprob import filled_columns, project, token_rows
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
@@ -43,9 +43,10 @@ from funrl.rollout.native.device.decode_state import (
     fused_pass,
 )
 from funrl.rollout.native.device.host_copy import device_copy
+from funrl.rollout.native.lanes import LaneRows
 from funrl.rollout.native.owned_prompts import OwnedPrompts
 from funrl.rollout.native.passes import Backend, PassWork, SampledRows
-from funrl.rollout.sampling import sample_tokens
+from funrl.rollout.sampling import VocabularyPart, sample_shared_tokens, sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
 ROUTE = torch.int16  # dtype of recorded ids of experts
@@ -260,6 +261,18 @@ class TorchBackend:
             return fused_pass(self, hidden, state, rows_B, groups=form.sampling_groups)
         return decode_pass(self, state, rows_B, form=form, spare=spare)
 
+    def lane_rows(self, lane_R: np.ndarray) -> LaneRows | None:
+        """Rows of a pass, by their lanes, as this rank computes them; None: it computes all of them."""
+        return None
+
+    def own_pages(self, pages: np.ndarray) -> np.ndarray:
+        """Numbers of pages in the cache of this rank."""
+        return pages
+
+    def own_cells(self, cells_R: np.ndarray | None) -> np.ndarray | None:
+        """Numbers of cells likewise."""
+        return cells_R
+
     def stack_weights(self) -> None:
         """Stack weights for fused kernels, where these compute the model, or of experts, as `load` does from then on.
 
@@ -296,14 +309,26 @@ class TorchBackend:
             return None
         return sizes
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R, V] of the whole vocabulary."""
-        logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
-        logits_RV = all_gather(logits_RV, self.mesh, "tensor", dim=1)[:, : self.vocab].contiguous()
+    @property
+    def part(self) -> VocabularyPart:
+        """The part of the vocabulary whose logits this tensor rank computes."""
+        return VocabularyPart(self.mesh, len(self._unembed_VD), self.vocab)
+
+    def own_logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R, C] of this tensor rank's part of the vocabulary."""
+        unembed_CD = token_rows(self._unembed_VD, self.mesh, self.vocab)
+        logits_RC = project(hidden_RD, unembed_CD, self.model.abilities.logit_cap)
         unsampled = self.model.abilities.unsampled
         if unsampled:
-            logits_RV[:, list(unsampled)] = -torch.inf
-        return logits_RV
+            token_C1 = self.part.first + torch.arange(len(unembed_CD), device=hidden_RD.device).unsqueeze(1)
+            never_C = (token_C1 == torch.tensor(unsampled, device=hidden_RD.device)).any(1)
+            logits_RC = logits_RC.masked_fill_(never_C, -torch.inf)
+        return logits_RC
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R, V] of the whole vocabulary."""
+        logits_RC = filled_columns(self.own_logits(hidden_RD), self.part.columns)
+        return all_gather(logits_RC, self.mesh, "tensor", dim=1)[:, : self.vocab].contiguous()
 
     @property
     def by_kernel(self) -> bool:
@@ -331,9 +356,9 @@ class TorchBackend:
         parts = []
         for low in range(0, len(source_R), self.rows_at_once):
             rows = slice(low, low + self.rows_at_once)
-            logits_RV = self.logits(output_M[source_R[rows]])
+            logits_RC = self.own_logits(output_M[source_R[rows]])
             noise_here, seen_here = (None if x is None else x[rows] for x in (noise_R, seen_RV))
-            parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
+            parts.append(sample_shared_tokens(logits_RC, noise_here, sampling, self.part, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
 

@@ -12,6 +12,7 @@ import torch
 from funrl.mesh.collectives import pmax
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.text import REPLICA_AXES
 
 FREE_SHARE = 0.5  # of the free memory
 log = logging.getLogger(__name__)
@@ -123,12 +124,12 @@ class CacheRoom:
         self._bytes = None
 
     def takes(self, nbytes: int) -> bool:
-        """True if every rank's device has this much free memory beside the cache. Collective over "tensor"."""
+        """True if every rank's device has this much free memory beside the cache. Collective over `REPLICA_AXES`."""
         lacking = torch.tensor(float(free_bytes(self._mesh) < nbytes), device=self._mesh.device)
-        return not pmax(lacking, self._mesh, "tensor").item()
+        return not pmax(lacking, self._mesh, REPLICA_AXES).item()
 
     def most_pages(self) -> int:
-        """Bound on the pages, beside one cell of each lane. Collective over "tensor" where the memory is measured."""
+        """Bound on the pages, beside one cell of each lane. Collective over `REPLICA_AXES` where memory is measured."""
         return max(0, (self._room() - self._each.lanes * self._each.cell_bytes) // self._each.page_bytes)
 
     def longest_pages(self) -> int:
@@ -173,7 +174,7 @@ class CacheRoom:
             if not given:
                 free = self._free_share * free_bytes(self._mesh)
                 free = torch.tensor(free, dtype=torch.float64, device=self._mesh.device)
-                given = -int(pmax(-free, self._mesh, "tensor").item())
+                given = -int(pmax(-free, self._mesh, REPLICA_AXES).item())
             spare = self._spare.pages * self._each.page_bytes + self._spare.cells * self._each.cell_bytes
             self._bytes = max(0, given - spare)
             log.info("the cache may have %d pages of keys and values, %.3g GB", self.most_pages(), given / 1e9)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh.collectives import begin_one_shot_sums
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.float8_weights import float8_model_problem
@@ -30,6 +31,7 @@ from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, Ca
 from funrl.rollout.native.cells import options_without_states
 from funrl.rollout.native.control_rows import ControlRows
 from funrl.rollout.native.device.decode_state import Spare
+from funrl.rollout.native.expert_lanes import ExpertLanesBackend
 from funrl.rollout.native.float8_backend import Float8Backend
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, own_parts, shards, spec_of_adapter
 from funrl.rollout.native.passes import Backend, run_plan
@@ -49,7 +51,7 @@ class NativeOptions(NamedTuple):
     """Options of an engine.
 
     Attributes:
-      max_rows: bound on the completions that are decoded together.
+      max_rows: bound on the completions that are decoded together, for each rank of "expert".
       cache_bytes: bound on the keys and values of one rank; 0: half of the free memory, or a share of it.
       decode: token ids -> text, for stop strings.
       packed: use the compiled decoding step where there is one.
@@ -114,7 +116,8 @@ class NativeEngine:
           static: decode by passes of static shape; see `static_decode`.
         """
         speculate = options.speculate
-        max_rows = options.max_rows
+        self._ranks = backend.lanes if isinstance(backend, ExpertLanesBackend) else 1  # that share rows and cache
+        max_rows = options.max_rows * self._ranks
         device = weights.mesh.device
         self.weights = weights
         self.version = None
@@ -123,7 +126,8 @@ class NativeEngine:
         self.adapters: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
-        spare = CacheSizes(backend.lanes * static, backend.lanes * static)
+        self._spare = backend.lanes * (static or self._ranks > 1)  # unused pages and cells
+        spare = CacheSizes(self._spare, self._spare)
         self._room = CacheRoom(weights.mesh, backend, options.cache_bytes, FREE_SHARE / options.engines, spare)
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
@@ -246,12 +250,13 @@ class NativeEngine:
         check_requests(self.model.config, requests, self._sequences.by_number, self.adapters)
         size = self._backend.page_tokens
         limit = self._room.longest_pages()
+        limit_bytes = limit * self._ranks * self._backend.page_bytes
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
             if -(-tokens // size) > limit:
                 raise ValueError(
                     f"prompt {request.number} may have {tokens} tokens, {-(-tokens // size)} pages of keys and values; "
-                    f"the cache of {limit * self._backend.page_bytes / 1e9:.3g} GB has {limit}: give it more "
+                    f"the cache of {limit_bytes / 1e9:.3g} GB has {limit}: give it more "
                     "(--kv_cache_gb), or let prompts and completions be shorter"
                 )
             if request.owned is not None and self.model.owned is None:
@@ -268,7 +273,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Run one pass; see `Engine`. Collective over "tensor"."""
+        """Run one pass; see `Engine`. Collective over "expert" and "tensor"."""
         if self.paused or not self._sequences.count:
             return self._sequences.take_ended()
         if self.version is None:
@@ -329,7 +334,7 @@ class NativeEngine:
         s = self._scheduler
         backend = self._backend
         pages, cells = self._sizes
-        spare = backend.lanes if pages and self._static is not None else 0
+        spare = self._spare if pages else 0
         return EngineCost(
             cache_bytes=(pages + spare) * backend.page_bytes + (cells + spare) * backend.cell_bytes,
             page_tokens=backend.page_tokens,
@@ -371,7 +376,7 @@ class NativeEngine:
         groups = self._static.sampling_groups(slots)
         if groups is None:
             return False
-        pages, cells = self._sizes
+        pages, cells = (size // self._ranks for size in self._sizes)
         sampled = self._static.run(slots, groups, Spare(pages, cells or None))
         self._sequences.append(slots, sampled)
         self._scheduler.decoded(slots)
@@ -471,7 +476,8 @@ def native_engine(
 
     Args:
       model: a model with an unembedding.
-      mesh: weights, heads and logits are split over "tensor"; its other axes are the caller's.
+      mesh: weights, heads and logits are split over "tensor"; experts and rows over "expert", whose ranks are one
+        replica and make the same calls too; its other axes are the caller's.
       dtype: of weights and cache.
       options: bounds and choices of the engine.
       layer: a replacement of `model.layer`, such as a compiled one.
@@ -494,13 +500,10 @@ def native_engine(
             f"speculate is {options.speculate} and max_rows {options.max_rows}: {problem}; leave speculate out, or let "
             "max_rows be 1"
         )
-    if options.float8:
-        if problem := float8_model_problem(model, mesh, dtype):
-            raise ModelError(f"float8 is True: {problem}; leave it out")
-        tokens = page_tokens(mesh.device.type)
-        backend = Float8Backend(model, mesh, dtype, layer, tokens, record_routes=options.record_routes)
-    else:
-        backend = backend_of(model, mesh, dtype, options, layer=layer, note=note)
+    backend = _backend_of(model, mesh, dtype, options, layer, note)
+    if mesh.device.type == "cuda" and mesh.size("tensor") > 1:
+        problem = begin_one_shot_sums(mesh, "tensor")
+        log.info("sums over tensor ranks while decoding: %s", f"by NCCL, as {problem}" if problem else "in one kernel")
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:
@@ -510,3 +513,22 @@ def native_engine(
     if options.record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine
+
+
+def _backend_of(
+    model: Model,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    options: NativeOptions,
+    layer: Layer | None,
+    note: Callable[[str], None],
+) -> Backend:
+    """Backend of an engine; the arguments are those of `native_engine`."""
+    given = model, mesh, dtype, layer, page_tokens(mesh.device.type)
+    if options.float8:
+        if problem := float8_model_problem(model, mesh, dtype):
+            raise ModelError(f"float8 is True: {problem}; leave it out")
+        return Float8Backend(*given, record_routes=options.record_routes)
+    if mesh.size("expert") > 1 and options.make_backend is None:
+        return ExpertLanesBackend(*given, record_routes=options.record_routes)
+    return backend_of(model, mesh, dtype, options, layer=layer, note=note)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from funrl.rollout.native.cells import CellPool, LaneCells
 from funrl.rollout.native.pages import PagePool
 from funrl.rollout.native.sequence import RunningSequence
@@ -112,3 +114,42 @@ def lane_room(lanes: int, running: Sequence[RunningSequence], rows: int) -> dict
         counts[sequence.lane] += 1 + len(sequence.siblings)
     most = -(-rows // lanes) if sum(counts) < rows else 0
     return {lane: most - counts[lane] for lane in sorted(range(lanes), key=counts.__getitem__) if counts[lane] < most}
+
+
+class LaneRows(NamedTuple):
+    """Rows of a pass whose lanes are computed by ranks of their own.
+
+    Attributes:
+      own: index of each row of this rank's lane.
+      most: rows of the lane that has most.
+      lane_R, index_R: lane of each row, and its number there.
+    """
+
+    own: np.ndarray
+    most: int
+    lane_R: np.ndarray
+    index_R: np.ndarray
+
+    def places(self, rows: int) -> np.ndarray:
+        """Place of each row where the lanes, of this many rows each, stand one after the other."""
+        return self.lane_R * rows + self.index_R
+
+
+def places_in_lanes(lane_N: np.ndarray, lanes: int) -> tuple[np.ndarray, int]:
+    """Places of things in lanes of equally many rows, one lane after the other, and the rows of a lane.
+
+    The things of a lane stay in order.
+    """
+    counts_L = np.bincount(lane_N, minlength=lanes)
+    rows = bucket(int(counts_L.max()))
+    order_N = np.argsort(lane_N, kind="stable")
+    at_N = np.empty(len(lane_N), dtype=np.int64)
+    lane_of_N = lane_N[order_N].astype(np.int64)
+    at_N[order_N] = np.arange(len(lane_N)) - (np.cumsum(counts_L) - counts_L)[lane_of_N] + lane_of_N * rows
+    return at_N, rows
+
+
+def bucket(count: int, most: int | None = None) -> int:
+    """The next power of two, at most `most`: few different sizes occur."""
+    size = 1 << max(0, count - 1).bit_length()
+    return size if most is None else min(size, most)

@@ -149,6 +149,10 @@ class Scheduler:
         """Adapter index of each slot; -1: none."""
         return self._adapters[slots]
 
+    def lanes_of(self, slots: np.ndarray) -> np.ndarray:
+        """Lane of each of some slots."""
+        return self._lane[slots]
+
     def pages_of(self, slots: np.ndarray) -> np.ndarray:
         """Number of pages of each of some slots."""
         return self._owned[slots]

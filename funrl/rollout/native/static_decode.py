@@ -31,6 +31,7 @@ from funrl.rollout.native.device.decode_state import (
 )
 from funrl.rollout.native.device.host_copy import HostCopy, device_copy
 from funrl.rollout.native.device.row_sampler import SamplingGroups
+from funrl.rollout.native.lanes import bucket
 from funrl.rollout.native.passes import Backend, PassPlan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
@@ -129,9 +130,13 @@ class StaticDecode:
           spare: unused part of the cache.
         """
         state = self._updated(slots, spare)
-        form = self._form(slots, len(slots), groups)
-        rows_B = self._rows_of(slots, form.rows)
+        lanes = self._backend.lane_rows(self._scheduler.lanes_of(slots))
+        form = self._form(slots, len(slots) if lanes is None else lanes.most, groups)
+        rows_B = self._rows_of(slots if lanes is None else slots[lanes.own], form.rows)
         sampled = self._graphs.run(form, lambda: self._backend.decode(state, rows_B, form, spare))
+        if lanes is not None:
+            place_R = device_copy(lanes.places(form.rows), self._device)
+            sampled = tuple(x.index_select(0, place_R) for x in sampled)
         self._lengths[slots] += 1
         return HostCopy(sampled)
 
@@ -237,14 +242,15 @@ class StaticDecode:
         new = slots[other | (self._lengths[slots] != sequences.lengths[slots])]
         if len(new):
             index = device_copy(new, self._device)
-            columns = sequences.device_columns_of(new, scheduler.adapters_of(new), scheduler.cells.of_slots(new))
+            cells = self._backend.own_cells(scheduler.cells.of_slots(new))
+            columns = sequences.device_columns_of(new, scheduler.adapters_of(new), cells)
             state.numbers_CS.index_copy_(1, index, device_copy(columns, self._device))
             self._lengths[new] = sequences.lengths[new]
         owned = scheduler.pages_of(slots)
         moved = slots[other | (self._owned[slots] != owned)]
         if len(moved):
             index = device_copy(moved, self._device)
-            table = scheduler.table_of(moved, state.table_SP.shape[1])
+            table = self._backend.own_pages(scheduler.table_of(moved, state.table_SP.shape[1]))
             state.table_SP.index_copy_(0, index, device_copy(table, self._device))
         self._serials[slots] = sequences.serials[slots]
         self._owned[slots] = owned
@@ -272,12 +278,6 @@ def row_bucket(count: int, most: int) -> int:
     """Number of rows that a pass of `count` rows is padded to: 1, 2, 4, 8, then by steps that grow, at most `most`."""
     step = next((step for step, largest in ROW_STEPS if count <= largest), ROW_STEPS[-1][0])
     return min(bucket(count) if count <= ROW_STEPS[0][0] else -(-count // step) * step, most)
-
-
-def bucket(count: int, most: int | None = None) -> int:
-    """The next power of two, at most `most`: few different sizes occur."""
-    size = 1 << max(0, count - 1).bit_length()
-    return size if most is None else min(size, most)
 
 
 def static_problem(model: Model, backend: Backend, speculate: int) -> str | None:

@@ -36,7 +36,7 @@ from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm
 from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.sharding import driven_generate_sizes
+from funrl.trainer.jobs.sharding import driven_generate_sizes, replica_sizes
 from funrl.trainer.lowered.backend import decodes_in_jax, make_engine_backend
 from funrl.trainer.settings.declaration import SettingsError, parts, refusing
 from funrl.trainer.settings.scorers import JUDGE
@@ -220,15 +220,16 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
     if (generators := job.settings.devices.generators) is not None:
         return _ray_generator(job, placed, generators.sizes)
     mesh = generating_mesh(job, placed.mesh)
+    replicas = _replica_mesh(job, mesh)
     if not mesh.here:
-        return _remote_generator(job, mesh, placed, policy)
+        return _remote_generator(job, mesh, placed, policy)._replace(mesh=replicas)
     engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
     if isinstance(engine, NativeEngine) and (lora := added_adapters(policy.model)):
         base = AdaptedBase(engine, _plan_to(engine.weights, placed.stored, placed.mesh, job))
         adapted = AdapterEngine(engine, job.main_role, lora)
         to_engine = _plan_to(adapted.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
-        return Generator(adapted, engine.weights.mesh, to_engine, proof=SyncProof(), base=base)
-    return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
+        return Generator(adapted, replicas, to_engine, proof=SyncProof(), base=base)
+    return Generator(engine, replicas, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
 
 
 def _engine_name(job: Job, model: Model) -> str:
@@ -252,7 +253,9 @@ def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], La
 
         def make(model: Model) -> NativeEngine:
             layer = layer_of(model)
-            return native_engine(model, generator.mesh, job.dtype, options=options, layer=layer, note=lambda _: None)
+            return native_engine(
+                model, generator.whole.weights.mesh, job.dtype, options=options, layer=layer, note=lambda _: None
+            )
 
         frozen = {
             name: FrozenAgent(declared, make(job.agent_models.get(name, job.model)))
@@ -273,6 +276,12 @@ def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
     if job.placement is None:
         return view(mesh, job.generate_sizes)
     return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
+
+
+def _replica_mesh(job: Job, mesh: Mesh) -> Mesh:
+    """The mesh to generate on as its replicas see it; see `replica_sizes`. Every rank of the run calls it."""
+    sizes = replica_sizes(job.settings, mesh.sizes)
+    return mesh if sizes == mesh.sizes else submesh(mesh, sizes, mesh.ranks)
 
 
 def judging_mesh(job: RLJob, sizes: dict[str, int], mesh: Mesh, only: str | None) -> Mesh | None:

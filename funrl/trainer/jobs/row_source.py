@@ -33,6 +33,7 @@ from funrl.trainer.jobs.datasets import format_of, has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations, text_rows
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import inherited
+from funrl.trainer.jobs.sharding import replica_sizes
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of, names_of_fields
@@ -98,7 +99,7 @@ def runs_episodes(job: RLJob, rank: int) -> bool:
         if rank not in job.placement.generate.ranks:
             return False
         rank = job.placement.generate.ranks.index(rank)
-    return Mesh(job.generate_sizes, rank).index("tensor") == 0
+    return Mesh(replica_sizes(job.settings, job.generate_sizes), rank).index("tensor") == 0
 
 
 def share_of_cores(job: Job) -> int:
@@ -109,7 +110,10 @@ def share_of_cores(job: Job) -> int:
 def replicas_here(job: Job) -> float:
     """Engine replicas per machine; with a placement, assume machines full of generators."""
     generating = Mesh(job.generate_sizes).world
-    return min(generating, local_ranks(Mesh(job.launched).world)) / job.generate_sizes["tensor"]
+    return (
+        min(generating, local_ranks(Mesh(job.launched).world))
+        / replica_sizes(job.settings, job.generate_sizes)["tensor"]
+    )
 
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:

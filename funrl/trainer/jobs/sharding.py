@@ -12,7 +12,7 @@ import torch
 from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
-from funrl.mesh.rules import COMPUTE, GENERATE, STORED, Rules, fully_sharded, layouts
+from funrl.mesh.rules import COMPUTE, GENERATE, STORED, WHOLE_EXPERTS, Rules, fully_sharded, layouts
 from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
 from funrl.models.decoder.sequence_parallel import is_ring
@@ -112,7 +112,7 @@ def check_driven(settings: Settings, models: Mapping[str, Model]) -> None:
     with blaming(mesh):
         check_layouts(models, settings, sizes, generating)
     if writer is not None:
-        check_divided(f"generation on {meshes.text(generating)}", writer, models[writer], GENERATE, generating)
+        check_divided(f"generation on {meshes.text(generating)}", writer, models[writer], WHOLE_EXPERTS, generating)
     for role, model in models.items():
         heads = -(-model.abilities.heads // sizes["tensor"])
         if is_ring(settings.devices.sequence_parallel, heads, sizes):
@@ -180,6 +180,17 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
         return sizes  # of the one process that drives all devices
     given = settings.devices.generate
     return sizes_on_trainers(settings, sizes, model, memory) if given is None else given.sizes
+
+
+def replica_sizes(settings: Settings, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the mesh to generate on as replicas see it: the ranks of one, which make the same calls, are "tensor".
+
+    Args:
+      sizes: of the mesh to generate on.
+    """
+    if not settings.engines.abilities.shares_experts:
+        return dict(sizes)
+    return dict(sizes) | {"expert": 1, "tensor": sizes["expert"] * sizes["tensor"]}
 
 
 def sizes_on_trainers(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:

@@ -23,13 +23,13 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import AXES, ROW_AXES, Mesh
-from funrl.mesh.rules import GENERATE, layouts
+from funrl.mesh.rules import WHOLE_EXPERTS, layouts
 from funrl.models.lora import FIRST, Adapter, trained_part, with_lora
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.decode_state import CELL, DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
+from funrl.rollout.native.lanes import bucket, places_in_lanes
 from funrl.rollout.native.passes import PassWork
-from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.lowered.jax_steps import OWN_ROWS
 from funrl.xla.interpret import repeats
 from funrl.xla.layers import as_one_operator
@@ -239,7 +239,7 @@ class EnginePrograms:
 
     def specs(self, model: Model) -> trees.Tree:
         """PartitionSpecs of the weights of a model."""
-        return trees.map(spec_of, layouts(model.shapes, model.axes, GENERATE, self.chips.sizes))
+        return trees.map(spec_of, layouts(model.shapes, model.axes, WHOLE_EXPERTS, self.chips.sizes))
 
     def cache(self, spare: Spare) -> CacheStacks:
         """The form of the caches of all chips, one after the other; a lane has pages and cells up to the spare ones."""
@@ -450,20 +450,6 @@ def pass_places(work: PassWork, page_tokens: int, spare: Spare, lanes: int = 1) 
         cells_R=cells_R,
     )
     return places, torch.from_numpy(at_M)
-
-
-def places_in_lanes(lane_N: np.ndarray, lanes: int) -> tuple[np.ndarray, int]:
-    """Places of things in lanes of equally many rows, one lane after the other, and the rows of a lane.
-
-    The things of a lane stay in order.
-    """
-    counts_L = np.bincount(lane_N, minlength=lanes)
-    rows = bucket(int(counts_L.max()))
-    order_N = np.argsort(lane_N, kind="stable")
-    at_N = np.empty(len(lane_N), dtype=np.int64)
-    lane_of_N = lane_N[order_N].astype(np.int64)
-    at_N[order_N] = np.arange(len(lane_N)) - (np.cumsum(counts_L) - counts_L)[lane_of_N] + lane_of_N * rows
-    return at_N, rows
 
 
 @functools.cache

@@ -59,6 +59,7 @@ class Generator(NamedTuple):
 
     Attributes:
       engine: on `mesh`. Where it adds the policy's adapters to a base, its weights are theirs alone.
+      mesh: its "tensor" ranks are those of a replica; the engine's weights may be split over other axes of these ranks.
       make_plan: () -> the plan from the policy's stored layouts to the engine's, made once; where the engine takes
         merged adapters, from those of the weights that these are merged in.
       proof: that the engine holds the weights of the newest sync.

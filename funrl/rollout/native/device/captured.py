@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.text import REPLICA_AXES
 
 log = logging.getLogger(__name__)
 Compute = Callable[[], tuple[Tensor, ...]]
@@ -23,7 +24,7 @@ class CapturedFunctions:
     until the next run of any function. The first run of a key is eager, which loads and chooses kernels, and connects
     the ranks. If a function cannot be captured, all of its kind stay eager, and the log says why, once.
 
-    The ranks over "tensor" run the same keys in the same order. After each capture they agree whether all have
+    The ranks of a replica run the same keys in the same order. After each capture they agree whether all have
     succeeded: a rank that replays and one that computes would not meet in the same collectives.
 
     Attributes:
@@ -82,11 +83,11 @@ class CapturedFunctions:
         return results
 
     def _captured_by_all(self, key: Hashable, compute: Compute, kind: str) -> bool:
-        """Capture a function on every rank or on none. Collective over "tensor"; the host waits for the answer."""
+        """Capture a function on every rank of a replica or on none. Collective; the host waits for the answer."""
         captured = self._try_capture(key, compute, kind)
-        if self._mesh.size("tensor") > 1:
+        if self._mesh.size(REPLICA_AXES) > 1:
             failed = torch.tensor(float(not captured), device=self._mesh.device)
-            captured = not pmax(failed, self._mesh, "tensor").item()
+            captured = not pmax(failed, self._mesh, REPLICA_AXES).item()
         if not captured:
             self._eager.add(kind)
             self.drop()

@@ -15,7 +15,7 @@ from torch import Tensor
 from funrl.compiled_kernels.decode_slots import ADAPTER, CELL, ENDED, LENGTH, LIMIT, STOP, SlotState
 from funrl.compiled_kernels.paged_attention import Paging, decode_paging
 from funrl.rollout.native.device.row_sampler import sample_next_tokens, samples_by_kernels
-from funrl.rollout.sampling import sample_tokens, stream_noise
+from funrl.rollout.sampling import VocabularyPart, sample_shared_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 
 
@@ -105,11 +105,14 @@ class Decoder(Protocol):
     @property
     def rows_at_once(self) -> int: ...
 
+    @property
+    def part(self) -> VocabularyPart: ...
+
     def hidden(
         self, tokens_N: Tensor, paging: Paging, adapters: RowAdapters | None = None, cells_S: Tensor | None = None
     ) -> Tensor: ...
 
-    def logits(self, hidden_RD: Tensor) -> Tensor: ...
+    def own_logits(self, hidden_RD: Tensor) -> Tensor: ...
 
 
 def empty_state(tokens_S: Tensor, stops: int, pages: int) -> DecodeState:
@@ -207,7 +210,7 @@ def _sample_next(
     decoder: Decoder, state: DecodeState, rows: _Rows, hidden_BD: Tensor, groups: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample the next token of each row from its hidden state, and update the state; as `decode_pass`."""
-    if samples_by_kernels(hidden_BD, groups):
+    if decoder.part.mesh.size("tensor") == 1 and samples_by_kernels(hidden_BD, groups):
         return _sample_by_kernels(decoder, state, rows.slots_B, hidden_BD, groups=groups)
     rows_B, token_B, numbers_CB, running_B = rows
     length_B, prompt_B, limit_B, seed_B, group_B = numbers_CB[:ENDED]
@@ -229,10 +232,10 @@ def _sample(
     parts = []
     for low in range(0, len(hidden_BD), decoder.rows_at_once):
         rows = slice(low, low + decoder.rows_at_once)
-        logits_RV = decoder.logits(hidden_BD[rows])
+        logits_RC = decoder.own_logits(hidden_BD[rows])
         sampled = None
         for number, sampling in groups:
-            tokens = sample_tokens(logits_RV, noise_B[rows], sampling, static=True)
+            tokens = sample_shared_tokens(logits_RC, noise_B[rows], sampling, decoder.part, static=True)
             in_group_R = group_B[rows] == number
             sampled = tokens if sampled is None else tuple(map(torch.where, (in_group_R,) * 3, tokens, sampled))
         parts.append(sampled)
@@ -264,4 +267,6 @@ def _sample_by_kernels(
     decoder: Decoder, state: DecodeState, rows_B: Tensor, hidden_BD: Tensor, groups: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Twice as many rows as operators take at a time: no probabilities stand beside the logits.
-    return sample_next_tokens(SlotState(*state), rows_B, hidden_BD, groups, decoder.logits, 2 * decoder.rows_at_once)
+    return sample_next_tokens(
+        SlotState(*state), rows_B, hidden_BD, groups, decoder.own_logits, 2 * decoder.rows_at_once
+    )
