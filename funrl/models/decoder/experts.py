@@ -2,10 +2,10 @@
 
 Every token goes to its k experts, which may be on other ranks of `expert`. There are two ways there and back:
 
-| way | sends to the experts | brings home | taken where |
+| way | sends to the experts | brings home | where |
 |---|---|---|---|
-| gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
-| exchanged | a block of rows to each rank: all_to_all | the same, backwards | more, or sums have a fixed order |
+| exchanged | a block of rows to each rank: all_to_all | the same back | rows are bounded, or sums have an order |
+| gathered | every token to every rank of the group: all_gather | psum_scatter | else: a few tokens, and XLA |
 
 No size depends on what the router says, so the host waits for no device. The experts of a rank have a fixed number of
 rows: as many as all slots could take, or up to a bound (`RoutingInputs.row_bound`). Slots that find no room count 0,
@@ -229,12 +229,6 @@ class Dispatch(NamedTuple):
         """The part of the tokens that this rank sends, of what is the same on all tensor ranks."""
         return own_shard(x_TK, self.mesh, "tensor") if self.spreads else x_TK
 
-    def rows(self, slots: int, most: int) -> int:
-        """Rows for experts whose mean load is a rank's share of some slots, and whose largest load is `most`."""
-        if self.row_bound is None:
-            return most
-        return min(most, -(-self.row_bound * slots // (4 * self.mesh.size(self.over))))
-
 
 def routed_mixture(
     experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, logits_BTE: Tensor, inputs: RoutingInputs
@@ -274,7 +268,7 @@ def _partial_sums(
     all_BTD = enter(h_BTD, mesh, split) if experts.shared or not way.spreads else h_BTD
     tokens_BTD = h_BTD if way.spreads else all_BTD
     weights_TK = way.own(routes.weights_TK) if way.spreads else pbroadcast(routes.weights_TK, mesh, "tensor")
-    dispatch = dispatch_gathered if mesh.size(way.over) <= experts.per_token else dispatch_exchanged
+    dispatch = dispatch_exchanged if way.over and way.row_bound is not None else dispatch_gathered
     out_TD, peak = dispatch(experts, way, params, tokens_BTD.flatten(0, 1), weights_TK, way.own(routes.ids_TK))
     out_BTD = out_TD.view(tokens_BTD.shape)
     if not experts.shared:
@@ -327,8 +321,7 @@ def dispatch_gathered(
     # One rank has all slots but those of padding. To ask a device how many they are, the host would wait for it.
     place = mesh.index(way.over) if way.over else 0  # a tensor in a program that is traced for all ranks
     fixed = torch.compiler.is_compiling() or not way.over or isinstance(place, Tensor) or h_TD.device.type != "cpu"
-    rows = way.rows(slots, slots) if fixed or way.row_bound is not None else None
-    taken = slots_of(_without_padding(experts, way, ids_TK, own), place * own, own, rows)
+    taken = slots_of(_without_padding(experts, way, ids_TK, own), place * own, own, static=fixed)
     y_MD = _feed_forward(experts, mesh, params, take_rows(h_TD, taken), taken.ends, taken.slot_M)
     if way.exact:
         y_MD = psum_pairwise(y_MD, mesh, "tensor").to(h_TD.dtype)
@@ -346,7 +339,7 @@ def dispatch_exchanged(
     ranks = mesh.size(way.over)
     own = params["expert_gate"].shape[0]
     slots = ids_TK.numel()
-    rows = way.rows(slots, slots)
+    rows = slots if way.row_bound is None else min(slots, -(-way.row_bound * slots // (4 * ranks)))
     sizes = [rows] * ranks
     sent = slots_by_rank(_without_padding(experts, way, ids_TK, own), ranks, own, rows)
     ends_SE = all_to_all(sent.ends, mesh, way.over, split=0, concat=0)

@@ -211,27 +211,24 @@ def expert_counts(ids: Tensor, experts: int) -> Tensor:
     return flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
 
 
-def slots_of(ids_TK: Tensor, first: int, experts: int, rows: int | None = None) -> ExpertSlots:
+def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> ExpertSlots:
     """The slots of some experts, sorted by expert and in the order of tokens.
 
     Args:
       ids_TK: experts of each token.
       first, experts: number of the first of these experts, and how many they are.
-      rows: number of rows, so that no shape depends on numbers: slots that find no room have no row, and rows behind
-        those of the experts are for other experts' slots. None: as many as there are slots, which the host waits for.
+      static: give all T k slots a row, those of other experts behind the rest, so that no shape depends on numbers.
     """
     local_TK = ids_TK - first
     local = torch.where((local_TK >= 0) & (local_TK < experts), local_TK, experts).flatten()
     ends_E = expert_counts(local, experts).cumsum(0)
     slot_M = local.argsort(stable=True)
-    needed = ends_E[-1]
-    if rows is not None:
-        ends_E = ends_E.clamp(max=rows)
     # Slots of other experts come last: their rows are those of no expert, which are 0.
     row_TK = torch.minimum(inverse(slot_M), ends_E[-1]).view(ids_TK.shape)
-    slot_M = slot_M[: needed.item() if rows is None else rows]
+    if not static:
+        slot_M = slot_M[: ends_E[-1].item()]
     token_M = torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor")
-    return ExpertSlots(token_M, slot_M, row_TK, ends=ends_E.int(), needed=needed)
+    return ExpertSlots(token_M, slot_M, row_TK, ends=ends_E.int(), needed=ends_E[-1])
 
 
 def slots_by_rank(ids_TK: Tensor, ranks: int, experts: int, rows: int) -> ExpertSlots:
