@@ -13,7 +13,7 @@ from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import AXES, Mesh
 
 FIRST_BOUND = 5  # quarters of the mean: 1.25 times it
-Result = TypeVar("Result")
+Scores = TypeVar("Scores")
 
 
 class ExpertRows:
@@ -39,7 +39,6 @@ class ExpertRows:
         self.limited = limited and mesh.size("expert") > 1
         self._quarters = FIRST_BOUND
         self._measures = False
-        self._largest = torch.zeros((), dtype=torch.float64)
 
     @property
     def bound(self) -> int | None:
@@ -72,11 +71,10 @@ class ExpertRows:
             self._quarters *= 2
         return not fits
 
-    def repeat(self, run: Callable[[], Result]) -> Result:
+    def repeat(self, run: Callable[[], Scores]) -> Scores:
         """The result of a function whose passes had enough rows. Collective; the host waits for the device."""
         while True:
             with self.bounded():
                 result = run()
             if not self.limited or not self.exceeded(self.peak().item()):
                 return result
-            del result

@@ -209,7 +209,7 @@ def mixture(
 
 
 class Dispatch(NamedTuple):
-    """How tokens come to experts.
+    """Way of tokens to experts.
 
     Attributes:
       mesh: the devices.
