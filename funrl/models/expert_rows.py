@@ -28,7 +28,7 @@ class ExpertRows:
       limited: whether there is a bound.
 
     Example:
-      >>> rows = ExpertRows(single())
+      >>> rows = ExpertRows(Mesh())
       >>> rows.repeat(lambda: torch.ones(2).sum()).item()
       2.0
     """
