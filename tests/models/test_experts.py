@@ -22,7 +22,7 @@ from funrl.models.decoder.routing import Experts, expert_counts, slots_by_rank, 
 from funrl.models.expert_rows import FIRST_BOUND, ExpertRows
 from funrl.tasks import arithmetic
 
-E, K, D, M, T = 4, 2, 8, 6, 16
+E, K, D, M, T = 4, 2, 8, 6, 32
 ENOUGH = 4 * E  # bound of rows that leaves room for all slots
 AXES = {
     "router": ("router", "embed"),
@@ -161,10 +161,10 @@ CALLS = [
     (False, "all_gather", 4, True),
     (False, "psum_scatter", 2, True),
     (False, "own_shard", 1, True),
-    (True, "ragged_all_to_all", 2, False),
-    (True, "ragged_all_to_all", 2, True),
-    (True, "all_gather", 1, True),
-    (True, "psum_scatter", 1, True),
+    (True, "start_rows", 4, False),  # of two halves of the tokens
+    (True, "wait_rows", 4, True),
+    (True, "all_gather", 2, True),
+    (True, "psum_scatter", 2, True),
 ]
 
 
@@ -290,13 +290,32 @@ def test_bounded_rows_are_exact_however_uneven_the_load(mesh, k, split, seed, mo
 
     assert rows.repeat(run) < 1e-12
     assert rows.bound is None and bounds[0] == FIRST_BOUND and len(bounds) <= 2  # by as much as it takes at once
-    slots = T * k // sizes["data"]  # all ranks' slots; a rank of `expert` has a share of them on average
+    slots = T * k // 2  # of half of the tokens of all ranks; a rank of `expert` has a share of them on average
     most = max(math.ceil(bound / 4 * slots / sizes["expert"]) for bound in bounds) + sizes["expert"] * sizes["tensor"]
     assert max(taken) <= most
     if seed == 0:
         assert len(gaps) == 1 and max(taken) <= 1.25 * slots / sizes["expert"] + sizes["expert"] * sizes["tensor"]
     if seed == 1:
         assert len(gaps) == 2 and gaps[0] > 1e-3  # slots without a row count 0
+
+
+def test_rows_of_one_half_of_the_tokens_travel_while_the_other_is_computed(monkeypatch):
+    events = []
+
+    def logged(name):
+        right = getattr(module, name)
+
+        def call(*args, **options):
+            events.append(name)
+            return right(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("start_rows", "wait_rows", "_feed_forward"):
+        logged(name)
+    assert worst("ep2", 2, bound=ENOUGH) < 1e-12
+    half = ["wait_rows", "_feed_forward", "start_rows"]
+    assert events == ["start_rows", "start_rows", *half, *half, "wait_rows", "wait_rows"]
 
 
 def test_the_bound_of_rows_doubles_until_it_suffices_and_stays():

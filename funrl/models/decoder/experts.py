@@ -42,12 +42,14 @@ from funrl.mesh.collectives import (
     psum_pairwise,
     psum_scatter,
     psum_scatter_pairwise,
-    ragged_all_to_all,
+    start_rows,
+    wait_rows,
 )
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
 from funrl.models.decoder.routing import (
     Experts,
+    ExpertSlots,
     Routes,
     combine,
     experts_of_rows,
@@ -331,30 +333,69 @@ def dispatch_gathered(
     return out_TD, _peak(way, taken.needed, slots)
 
 
+class Exchange(NamedTuple):
+    """Blocks of rows on their way to the ranks of their experts, and home.
+
+    Attributes:
+      way: of the tokens.
+      slots: the rows.
+      rows: of each block.
+    """
+
+    way: Dispatch
+    slots: ExpertSlots
+    rows: int
+
+    def start(self, x_MD: Tensor) -> Tensor:
+        """Begin to send each block to its rank, and to receive one from each rank."""
+        sizes = [self.rows] * self.way.mesh.size(self.way.over)
+        return start_rows(x_MD, sizes, sizes, self.way.mesh, self.way.over)
+
+    def wait(self, x_MD: Tensor) -> Tensor:
+        """The blocks that have arrived."""
+        sizes = [self.rows] * self.way.mesh.size(self.way.over)
+        return wait_rows(x_MD, sizes, sizes, self.way.mesh, self.way.over)
+
+
 def dispatch_exchanged(
     experts: Experts, way: Dispatch, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same with blocks of rows, each for the experts of a rank, on their way."""
-    mesh = way.mesh
-    ranks = mesh.size(way.over)
+    """The same with blocks of rows, each for the experts of a rank, on their way.
+
+    Where rows are bounded, the tokens go in two halves: rows of one are on their way while experts compute the other.
+    """
+    ranks = way.mesh.size(way.over)
     own = params["expert_gate"].shape[0]
-    slots = ids_TK.numel()
-    rows = slots if way.row_bound is None else min(slots, -(-way.row_bound * slots // (4 * ranks)))
-    sizes = [rows] * ranks
-    sent = slots_by_rank(_without_padding(experts, way, ids_TK, own), ranks, own, rows)
-    ends_SE = all_to_all(sent.ends, mesh, way.over, split=0, concat=0)
-    x_MD = ragged_all_to_all(take_rows(h_TD, sent), sizes, sizes, mesh=mesh, axes=way.over)
-    if way.spreads:
-        ends_SE, x_MD = (all_gather(x, mesh, "tensor") for x in (ends_SE, x_MD))
-    order_M, ends_E = sort_blocks(ends_SE, rows)
+    halves = 1 if way.row_bound is None else 2
+    parts: list[Exchange] = []
+    for ids_tK in _without_padding(experts, way, ids_TK, own).chunk(halves):
+        slots = ids_tK.numel()
+        rows = slots if way.row_bound is None else min(slots, -(-way.row_bound * slots // (4 * ranks)))
+        parts.append(Exchange(way, slots_by_rank(ids_tK, ranks, own, rows), rows))
+    sent_RE = torch.cat([part.slots.ends for part in parts], 1)
+    ends_SE = all_to_all(sent_RE, way.mesh, way.over, split=0, concat=0).split(own, 1)
+    under_way = [part.start(take_rows(h_tD, part.slots)) for part, h_tD in zip(parts, h_TD.chunk(halves), strict=True)]
+    under_way = [
+        part.start(_at_experts(experts, part, params, part.wait(x_MD), ends))
+        for part, x_MD, ends in zip(parts, under_way, ends_SE, strict=True)
+    ]
+    arrived = zip(parts, under_way, weights_TK.chunk(halves), strict=True)
+    out_TD = torch.cat([combine(part.wait(y_MD), weights_tK, part.slots) for part, y_MD, weights_tK in arrived])
+    return out_TD, torch.stack([_peak(way, part.slots.needed, part.slots.row_TK.numel()) for part in parts]).max()
+
+
+def _at_experts(experts: Experts, part: Exchange, params: trees.Tree, x_MD: Tensor, ends_SE: Tensor) -> Tensor:
+    """The sums of experts for the rows that have arrived, in their order."""
+    mesh, spreads = part.way.mesh, part.way.spreads
+    dtype = x_MD.dtype
+    if spreads:
+        ends_SE, x_MD = (all_gather(x, mesh, "tensor") for x in (ends_SE.contiguous(), x_MD))
+    order_M, ends_E = sort_blocks(ends_SE, part.rows)
     y_MD = _feed_forward(experts, mesh, params, permute(x_MD, order_M), ends_E, order_M)
     y_MD = permute(y_MD, inverse(order_M))
-    if way.exact:
-        y_MD = (psum_scatter_pairwise if way.spreads else psum_pairwise)(y_MD, mesh, "tensor").to(h_TD.dtype)
-    elif way.spreads:
-        y_MD = psum_scatter(y_MD, mesh, "tensor")
-    y_MD = ragged_all_to_all(y_MD, sizes, sizes, mesh=mesh, axes=way.over)
-    return combine(y_MD, weights_TK, sent), _peak(way, sent.needed, slots)
+    if part.way.exact:
+        return (psum_scatter_pairwise if spreads else psum_pairwise)(y_MD, mesh, "tensor").to(dtype)
+    return psum_scatter(y_MD, mesh, "tensor") if spreads else y_MD
 
 
 def _without_padding(experts: Experts, way: Dispatch, ids_TK: Tensor, own: int) -> Tensor:
