@@ -8,7 +8,8 @@
 | `psum_scatter` sums and splits | `all_gather` | the transpose of the above |
 | `psum_pairwise`, `psum_scatter_pairwise` | as without | the same sums in an order that does not depend on the ranks |
 | `all_to_all` exchanges | `all_to_all` back | one dim whole, another split |
-| `ragged_all_to_all` sends uneven parts | the same backwards | rows go to the ranks of their experts |
+| `ragged_all_to_all` sends uneven parts | the same backwards | rows go to their ranks |
+| `start_rows`, `wait_rows` are its halves | the same, the other way round | rows travel while others are computed |
 | `own_shard` takes this rank's part | concatenates | a replicated value is split; its gradient is whole again |
 | `gather_replicated` concatenates | takes this rank's part | shards become whole, all ranks use the whole |
 
@@ -153,7 +154,17 @@ def ragged_all_to_all(x: Tensor, send: list[int], receive: list[int], mesh: Mesh
       x: rows, those for the first rank first.
       send, receive: how many go to each rank, and come from each.
     """
-    return x if mesh.size(axes) == 1 else _RaggedAllToAll.apply(x, send, receive, mesh.group_name(axes))
+    return wait_rows(start_rows(x, send, receive, mesh, axes), send, receive, mesh, axes)
+
+
+def start_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
+    """Begin a `ragged_all_to_all`; `wait_rows` for the result. The gradient is waited for here."""
+    return x if mesh.size(axes) == 1 else _StartRows.apply(x, send, receive, mesh.group_name(axes))
+
+
+def wait_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
+    """The result of `start_rows` with these arguments; the way of the gradient begins here."""
+    return x if mesh.size(axes) == 1 else _WaitRows.apply(x, send, receive, mesh.group_name(axes))
 
 
 def exchange_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
@@ -330,13 +341,6 @@ def _exchange(x: Tensor, size: int, group: str, split: int, concat: int) -> Tens
     return torch.cat(list(flat.view(front.shape).unbind(0)), concat)
 
 
-def _send_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    entered("all_to_all", group)
-    result = _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), receive, send, group))
-    left()
-    return result
-
-
 def _constant(backward):
     """Make the result of a backward a constant.
 
@@ -485,10 +489,25 @@ class _AllToAll(AutogradFunction):
         return _exchange(grad, ctx.size, ctx.group, split=ctx.concat, concat=ctx.split), None, None, None, None
 
 
-class _RaggedAllToAll(AutogradFunction):
+class _StartRows(AutogradFunction):
     @staticmethod
     def forward(x, send, receive, group):
-        return _send_rows(x, send, receive, group=group)
+        return _c10d.all_to_all_single(x.contiguous(), receive, send, group)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    @_constant
+    def backward(ctx, grad):
+        return wait(grad), None, None, None
+
+
+class _WaitRows(AutogradFunction):
+    @staticmethod
+    def forward(x, send, receive, group):
+        return wait(x).view_as(x)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -497,4 +516,4 @@ class _RaggedAllToAll(AutogradFunction):
     @staticmethod
     @_constant
     def backward(ctx, grad):
-        return _send_rows(grad, ctx.receive, ctx.send, group=ctx.group), None, None, None
+        return _c10d.all_to_all_single(grad.contiguous(), ctx.send, ctx.receive, ctx.group), None, None, None

@@ -144,6 +144,8 @@ class Inputs(NamedTuple):
         none.
       prefixes: of one packed row, whose layers then compute its distinct tokens alone, if the model can; the fields
         and the results are those of the whole row. None: they compute all.
+      row_bound: bound of the rows that the experts of a rank take, in quarters of the mean of all ranks; see
+        `ExpertRows`. None: there is room for all slots.
     """
 
     tokens: Tensor
@@ -161,6 +163,7 @@ class Inputs(NamedTuple):
     mutual_RM: Tensor | None = None
     adapt: Adapt | None = None
     prefixes: SharedPrefixes | None = None
+    row_bound: int | None = None
 
 
 class RouterLoad(NamedTuple):
@@ -171,12 +174,15 @@ class RouterLoad(NamedTuple):
       probs_E: probabilities of each expert.
       z: squares of the log-sum-exp of the logits.
       ids_TK: the chosen experts.
+      peak: rows that the experts of the fullest rank take, over the mean of all ranks, float64; 0: one rank has all
+        experts. Where it is above a bound of the rows, the layer's result is not that of all slots.
     """
 
     counts_E: Tensor
     probs_E: Tensor
     z: Tensor
     ids_TK: Tensor
+    peak: Tensor
 
 
 class Output(NamedTuple):
@@ -187,7 +193,7 @@ class Output(NamedTuple):
         tensor rank's part of the tokens.
       cache: the key-value cache with the new tokens in it; None where none was given.
       aux: of a model with experts the fields of `RouterLoad`, of all its layers that have some: counts_E [L, E],
-        probs_E [L, E], z [L] and ids_TK [L, B T, k].
+        probs_E [L, E], z [L], ids_TK [L, B T, k] and peak [L].
     """
 
     hidden: Tensor

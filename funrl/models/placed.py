@@ -21,6 +21,7 @@ from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, partial_axes
 from funrl.models.equivalent_layer import computes_as
 from funrl.models.errors import ModelError
+from funrl.models.expert_rows import ExpertRows
 from funrl.models.fsdp import gathered
 from funrl.models.gather_buffers import GatherDtypes
 from funrl.models.model import Inputs, Layer, Model, Output, RouterLoad
@@ -57,6 +58,7 @@ class Placed:
       splits: whether the residual stream of packed rows is split over `tensor`; see `split_residual`.
       shares_prefixes: whether layers may compute what packed rows on a CPU begin with in common once; see
         `shared_prefixes`. A compiled layer would have one more variant.
+      expert_rows: bound of the rows that the experts of a rank take.
     """
 
     model: Model
@@ -65,6 +67,7 @@ class Placed:
     compute: trees.Tree
     dtype: torch.dtype
     layer: Layer
+    expert_rows: ExpertRows
     replay: bool = False
     splits: bool = False
     reduce_dtype: torch.dtype | None = None
@@ -266,8 +269,11 @@ class Placed:
             inputs = self.model.owned.read(batch, inputs)
         if routes is not None and routers is not None and self.replay:
             inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=routers.per_token))
-        inputs = inputs._replace(prefixes=self._prefixes(inputs))
-        return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
+        inputs = inputs._replace(prefixes=self._prefixes(inputs), row_bound=self.expert_rows.bound)
+        output = self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
+        if output.aux:
+            self.expert_rows.add(output.aux["peak"])
+        return output
 
     def _prefixes(self, inputs: Inputs) -> SharedPrefixes | None:
         """The distinct tokens of a packed row, where equal tokens before two of them mean equal hidden states."""
@@ -320,6 +326,7 @@ def place(
     splits: bool = False,
     reduce_dtype: torch.dtype | None = None,
     shares_prefixes: bool = True,
+    expert_rows: ExpertRows | None = None,
 ) -> Placed:
     """A model on a mesh.
 
@@ -334,6 +341,7 @@ def place(
       splits: whether the residual stream of packed rows is split over `tensor`.
       reduce_dtype: the dtype to sum gradients of gathered weights in; None: that of the weights.
       shares_prefixes: as in `Placed`; a layer that is not the model's own, compiled or not, shares nothing.
+      expert_rows: bound of the rows of experts, for callers that repeat passes which need more; None: there is none.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
@@ -349,6 +357,7 @@ def place(
         compute=compute,
         dtype=dtype,
         layer=layer,
+        expert_rows=expert_rows or ExpertRows(mesh, limited=False),
         replay=replay,
         splits=splits,
         reduce_dtype=reduce_dtype,

@@ -125,7 +125,8 @@ def compile_scoring(job: Job, parts: Parts, states: Mapping[str, RoleState], fro
         if not (role.writes or rewards or evaluated or role.router.balance):
             continue
         for batch in _micro_batches(job, role):
-            with torch.set_grad_enabled(rewards and role.loss is None):  # as the source asks a reward model
+            with_grad = rewards and role.loss is None  # as the source asks a reward model
+            with role.placed.expert_rows.bounded(), torch.set_grad_enabled(with_grad):
                 if role.placed.model.unembed is None:
                     role.placed.values(weights[name], batch)
                 else:
@@ -143,7 +144,8 @@ def compile_updates(job: Job, parts: Parts, states: Mapping[str, RoleState], fro
             continue
         for batch in _micro_batches(job, role):
             weights = weights_to_learn(role, states[name].params)
-            trees.value_and_grad(_sum_of_scores)(weights, role, batch, frozen)
+            with role.placed.expert_rows.bounded():
+                trees.value_and_grad(_sum_of_scores)(weights, role, batch, frozen)
 
 
 def _sum_of_scores(

@@ -382,3 +382,16 @@ def test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks(tmp_path):
 def test_it_computes_in_the_dtype_of_the_hardware_that_it_assumes(given, dtype):
     assert compute_dtype(settings(dry_run=True, device="cpu", **given)) == dtype
     assert compute_dtype(settings(device="cpu", dtype=given.get("dtype", "auto"))) == given.get("dtype", "float32")
+
+
+def test_rows_of_experts_are_a_quarter_more_than_the_mean_and_travel_during_products():
+    job = small("grpo", sizes={"embed": 64}, task="arithmetic_moe", mesh="ep2", batch_prompts=64, token_budget=512)
+    experts = job.model.config.mlp.experts
+    costs = dry_run.estimate(job, 8, H100).phases["score_reference"]
+    (sent,) = (traffic for (op, _), traffic in costs.traffic.items() if op == "all_to_all_single")
+    (early,) = (traffic for (op, _), traffic in costs.early.items() if op == "all_to_all_single")
+    layers = job.model.config.layers
+    passes = sent.count / layers / 5  # counts; and there and back each half of the tokens
+    tokens = sent.nbytes / passes / layers / (2 * 1.25 * experts.per_token * 64 * 4)
+    assert passes == 1 and tokens == pytest.approx(64 * 32, rel=1e-3)  # 64 rows of 8 and 24 tokens on each rank
+    assert early.nbytes > 0.95 * sent.nbytes

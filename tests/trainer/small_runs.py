@@ -267,7 +267,7 @@ def assert_same(first, other, tolerance):
     for a, b in zip(first["grads"], other["grads"], strict=True):
         assert_same_gradients(a, b, tolerance)
     for a, b in zip(first["metrics"], other["metrics"], strict=True):
-        assert a.keys() == b.keys()
-        a = {name: number for name, number in a.items() if not name.endswith(MEASURED)}
+        assert a.keys() - {"router/peak_rows"} == b.keys() - {"router/peak_rows"}  # where experts are on several ranks
+        a = {name: number for name, number in a.items() if name in b and not name.endswith(MEASURED)}
         assert {k: a[k] for k in a} == pytest.approx({k: b[k] for k in a}, rel=tolerance, abs=tolerance)
     assert gap(first["weights"], other["weights"]) < tolerance

@@ -31,7 +31,9 @@ def test_a_layers_loss_is_that_of_transformers():
     probs = logits.softmax(-1)
     ids = probs.topk(2).indices
     counts = torch.bincount(ids.flatten(), minlength=4)
-    load = RouterLoad(counts[None], probs.sum(0)[None], logits.logsumexp(-1).square().sum()[None], ids[None])
+    load = RouterLoad(
+        counts[None], probs.sum(0)[None], logits.logsumexp(-1).square().sum()[None], ids[None], torch.zeros(1)
+    )
     numerators, metrics = router_numerators(RouterLosses(3.0, 2.0), load, Choices(None, torch.tensor(7.0)), SINGLE)
     balance, z = numerators[0] / 49, numerators[1] / 7
     theirs = load_balancing_loss_func((logits,), 4, 2)

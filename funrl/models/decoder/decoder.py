@@ -274,6 +274,7 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
     for number, layer in distinct.items():
         window = layer.mixer.window
         context = Context(layer, ropes[layer.mixer.rope], segments_BT=segments, split=inputs.split)
+        context = context._replace(row_bound=inputs.row_bound)
         if packed:
             context = context._replace(offsets=inputs.offsets, paging=inputs.paging, cells_S=inputs.cells_S)
             contexts[number] = context._replace(mutual_RM=inputs.mutual_RM, prefixes=inputs.prefixes)

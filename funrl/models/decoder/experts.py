@@ -2,16 +2,18 @@
 
 Every token goes to its k experts, which may be on other ranks of `expert`. There are two ways there and back:
 
-| way | sends to the experts | brings home | taken where |
+| way | sends to the experts | brings home | where |
 |---|---|---|---|
-| gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
-| ragged | each token to its experts' ranks: all_to_all of uneven parts | the same, backwards | more, or on a CPU |
+| exchanged | a block of rows to each rank: all_to_all | the same back | rows are bounded, or sums have an order |
+| gathered | every token to every rank of the group: all_gather | psum_scatter | else: a few tokens, and XLA |
 
-The ragged way waits for the device: the host has to know the sizes of what it sends and receives. It does so three
-times in a layer's forward pass.
+No size depends on what the router says, so the host waits for no device. The experts of a rank have a fixed number of
+rows: as many as all slots could take, or up to a bound (`RoutingInputs.row_bound`). Slots that find no room count 0,
+and the load's `peak` is then above the bound: such a pass is repeated with more rows, as `ExpertRows` does.
 
-Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's. A shared expert is
-such a layer, to which every token of a rank goes at home.
+Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's. Where the residual
+stream is split, a tensor rank sends its own tokens alone to other ranks of `expert`, and the tensor ranks there, which
+are neighbours, gather what they have received. A shared expert is a dense layer, to which every token goes at home.
 
 On a CPU a token has the same bits on every mesh: what each of its experts makes is whole, summed over the tensor ranks
 in fixed parts, before a token's experts are added up at home, in the order of their scores.
@@ -24,7 +26,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
@@ -33,19 +34,32 @@ from funrl.compiled_kernels.exact.gate import gated
 from funrl.compiled_kernels.exact.router import sigmoid
 from funrl.compiled_kernels.grouped_linear import grouped_linear, grouped_linear_in_parts
 from funrl.compiled_kernels.linear import linear
-from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum_pairwise, psum_scatter, ragged_all_to_all
+from funrl.mesh.collectives import (
+    all_gather,
+    all_to_all,
+    own_shard,
+    pbroadcast,
+    psum_pairwise,
+    psum_scatter,
+    psum_scatter_pairwise,
+    start_rows,
+    wait_rows,
+)
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
 from funrl.models.decoder.routing import (
     Experts,
+    ExpertSlots,
     Routes,
     combine,
-    expert_counts,
     experts_of_rows,
+    inverse,
     load_of,
     permute,
     route,
+    slots_by_rank,
     slots_of,
+    sort_blocks,
     table_rows,
     take_rows,
 )
@@ -144,10 +158,7 @@ class Moe:
 
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, RouterLoad]:
         """Send tokens to their experts, as `Mlp.apply`."""
-        real_BT = None if context.segments_BT is None else context.segments_BT != 0
-        return mixture(
-            self.experts, mesh, params, h_BTD=h_BTD, real_BT=real_BT, ids_BTK=context.routes_BTK, split=context.split
-        )
+        return mixture(self.experts, mesh, params, h_BTD, routing_of(context))
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the experts, and the inner sizes that a token meets."""
@@ -160,14 +171,31 @@ class Moe:
         )
 
 
+class RoutingInputs(NamedTuple):
+    """Facts about the tokens of a mixture of experts.
+
+    Attributes:
+      real_BT: false at padding, which goes to no expert; None: there is none.
+      ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
+      split: each tensor rank has its part of the tokens of the residual stream.
+      row_bound: bound of the rows that the experts of a rank take, in quarters of the mean of all ranks; None: there is
+        room for all slots.
+    """
+
+    real_BT: Tensor | None = None
+    ids_BTK: Tensor | None = None
+    split: bool = False
+    row_bound: int | None = None
+
+
+def routing_of(context: Context) -> RoutingInputs:
+    """The facts that a layer's context has."""
+    real_BT = None if context.segments_BT is None else context.segments_BT != 0
+    return RoutingInputs(real_BT, context.routes_BTK, split=context.split, row_bound=context.row_bound)
+
+
 def mixture(
-    experts: Experts,
-    mesh: Mesh,
-    params: trees.Tree,
-    h_BTD: Tensor,
-    real_BT: Tensor | None = None,
-    ids_BTK: Tensor | None = None,
-    split: bool = False,
+    experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, inputs: RoutingInputs | None = None
 ) -> tuple[Tensor, RouterLoad]:
     """Sum of each token's experts, [B, T, D], the same on every tensor rank; and their load.
 
@@ -175,45 +203,49 @@ def mixture(
       params: "router" [E, D], "expert_gate" and "expert_up" [E, F, D], "expert_down" [E, D, F]; where there are such,
         `EXPERT_GATE_UP` of `stack_gate_up`, "router_bias" [E], the shared expert's "shared_gate", "shared_up" and
         "shared_down", and "shared_router" [1, D]. This rank's parts.
-      h_BTD: this rank's tokens, the same on every tensor rank; where `split`, its part of them, as is what is returned.
-      real_BT: false at padding, which goes to no expert; None: there is none.
-      ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
+      h_BTD: this rank's tokens, the same on every tensor rank; where `inputs.split`, its part of them, as is what is
+        returned.
     """
-    tokens = RoutedTokens(_logits(experts, params, h_BTD), real_BT, ids_BTK, split=split)
-    return routed_mixture(experts, mesh, params, h_BTD, tokens)
+    logits_BTE = _logits(experts, params, h_BTD)
+    return routed_mixture(experts, mesh, params, h_BTD, logits_BTE, inputs or RoutingInputs())
 
 
-class RoutedTokens(NamedTuple):
-    """Tokens on their way to experts.
+class Dispatch(NamedTuple):
+    """Way of tokens to experts.
 
     Attributes:
-      logits_BTE: a router's, of the tokens that a rank has of the residual stream.
-      real_BT, ids_BTK, split: as in `mixture`.
+      mesh: the devices.
+      over: axes whose ranks have other experts; (): each rank has all.
+      spreads: whether each tensor rank sends its part of the tokens alone.
+      exact: whether sums have a fixed order.
+      row_bound: as in `RoutingInputs`.
     """
 
-    logits_BTE: Tensor
-    real_BT: Tensor | None = None
-    ids_BTK: Tensor | None = None
-    split: bool = False
+    mesh: Mesh
+    over: Axes
+    spreads: bool
+    exact: bool
+    row_bound: int | None
+
+    def own(self, x_TK: Tensor) -> Tensor:
+        """The part of the tokens that this rank sends, of what is the same on all tensor ranks."""
+        return own_shard(x_TK, self.mesh, "tensor") if self.spreads else x_TK
 
 
 def routed_mixture(
-    experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, tokens: RoutedTokens
+    experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, logits_BTE: Tensor, inputs: RoutingInputs
 ) -> tuple[Tensor, RouterLoad]:
-    """`mixture` with logits that are there already; of `params` the router is not needed."""
-    real_BT = tokens.real_BT
-    ids_BTK = tokens.ids_BTK
-    split = tokens.split
-    logits_BTE = all_tokens(tokens.logits_BTE, mesh, split)
-    real_T = None if real_BT is None else real_BT.flatten()
-    ids_TK = None if ids_BTK is None else ids_BTK.flatten(0, 1)
+    """`mixture` with a router's logits, of the tokens of `h_BTD`; of `params` the router is not needed."""
+    logits_BTE = all_tokens(logits_BTE, mesh, inputs.split)
+    real_T = None if inputs.real_BT is None else inputs.real_BT.flatten()
+    ids_TK = None if inputs.ids_BTK is None else inputs.ids_BTK.flatten(0, 1)
     routes = _routes(experts, params, logits_BTE.flatten(0, 1), dtype=h_BTD.dtype, real_T=real_T, ids_TK=ids_TK)
-    load = load_of(routes, real_T)
-    if _exact_parts(h_BTD, params, mesh) is not None:
-        out_BTD = _exact_sum(experts, mesh, params, h_BTD, routes, split)
-    else:
-        out_BTD = _partial_sums(experts, mesh, params, h_BTD, routes, split)
-    return _with_down_biases(experts, mesh, params, out_BTD, routes, split), load
+    over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
+    exact = _exact_parts(h_BTD, params, mesh) is not None
+    way = Dispatch(mesh, over, spreads=inputs.split and bool(over), exact=exact, row_bound=inputs.row_bound)
+    add_up = _exact_sum if exact else _partial_sums
+    out_BTD, peak = add_up(experts, way, params, h_BTD, routes, inputs.split)
+    return _with_down_biases(experts, mesh, params, out_BTD, routes, inputs.split), load_of(routes, real_T, peak)
 
 
 def _with_down_biases(
@@ -230,82 +262,153 @@ def _with_down_biases(
 
 
 def _partial_sums(
-    experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, routes: Routes, split: bool
-) -> Tensor:
-    """The result of `mixture` where each tensor rank sums a part of what experts make."""
-    over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
+    experts: Experts, way: Dispatch, params: trees.Tree, h_BTD: Tensor, routes: Routes, split: bool
+) -> tuple[Tensor, Tensor]:
+    """The result of `mixture` where each tensor rank sums a part of what experts make; and the peak of the load."""
+    mesh = way.mesh
     # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
-    h_BTD = enter(h_BTD, mesh, split)
-    weights_TK = pbroadcast(routes.weights_TK, mesh, "tensor")
-    way = dispatch_gathered if mesh.size(over) <= experts.per_token else dispatch_ragged
-    h_TD = h_BTD.flatten(0, 1)
-    out_TD = way(experts, mesh, over, params, h_TD, weights_TK, routes.ids_TK)
-    if experts.shared:
-        inner_TF = gated(multiply(h_TD, params["shared_gate"]), multiply(h_TD, params["shared_up"]))
-        shared_TD = multiply(inner_TF, params["shared_down"])
-        if experts.shared_weighted:
-            router_1D = pbroadcast(params["shared_router"], mesh, "tensor")
-            shared_TD = shared_TD * linear(h_TD, router_1D).sigmoid()
-        out_TD = out_TD + shared_TD
-    return leave(out_TD.view(h_BTD.shape), mesh, split)
+    all_BTD = enter(h_BTD, mesh, split) if experts.shared or not way.spreads else h_BTD
+    tokens_BTD = h_BTD if way.spreads else all_BTD
+    weights_TK = way.own(routes.weights_TK) if way.spreads else pbroadcast(routes.weights_TK, mesh, "tensor")
+    dispatch = dispatch_exchanged if way.over and way.row_bound is not None else dispatch_gathered
+    out_TD, peak = dispatch(experts, way, params, tokens_BTD.flatten(0, 1), weights_TK, way.own(routes.ids_TK))
+    out_BTD = out_TD.view(tokens_BTD.shape)
+    if not experts.shared:
+        return out_BTD if way.spreads else leave(out_BTD, mesh, split), peak
+    inner_BTF = gated(multiply(all_BTD, params["shared_gate"]), multiply(all_BTD, params["shared_up"]))
+    shared_BTD = multiply(inner_BTF, params["shared_down"])
+    if experts.shared_weighted:
+        router_1D = pbroadcast(params["shared_router"], mesh, "tensor")
+        shared_BTD = shared_BTD * linear(all_BTD, router_1D).sigmoid()
+    if way.spreads:
+        return out_BTD + leave(shared_BTD, mesh, split), peak
+    return leave(out_BTD + shared_BTD, mesh, split), peak
 
 
-def _exact_sum(experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, routes: Routes, split: bool) -> Tensor:
-    """The result of `mixture` with bits that do not depend on the mesh.
+def _exact_sum(
+    experts: Experts, way: Dispatch, params: trees.Tree, h_BTD: Tensor, routes: Routes, split: bool
+) -> tuple[Tensor, Tensor]:
+    """The result of `mixture` with bits that do not depend on the mesh; and the peak of the load.
 
     Each tensor rank has the whole sums of each expert, so what scales them has its whole gradient there.
     """
-    over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
-    all_BTD = enter(h_BTD, mesh, split)
-    way = dispatch_gathered if mesh.size(over) == 1 else dispatch_ragged
-    all_TD = all_BTD.flatten(0, 1)
-    out_TD = way(experts, mesh, over, params, all_TD, weights_TK=routes.weights_TK, ids_TK=routes.ids_TK)
-    out_BTD = own_tokens(out_TD.view(all_BTD.shape), mesh, split)
+    mesh = way.mesh
+    all_BTD = enter(h_BTD, mesh, split) if experts.shared or not way.spreads else h_BTD
+    tokens_BTD = h_BTD if way.spreads else all_BTD
+    dispatch = dispatch_exchanged if way.over else dispatch_gathered
+    weights_TK = way.own(routes.weights_TK)
+    out_TD, peak = dispatch(experts, way, params, tokens_BTD.flatten(0, 1), weights_TK, way.own(routes.ids_TK))
+    out_BTD = own_tokens(out_TD.view(tokens_BTD.shape), mesh, split and not way.spreads)
     if not experts.shared:
-        return out_BTD
+        return out_BTD, peak
     inner_BTF = gated(multiply(all_BTD, params["shared_gate"]), multiply(all_BTD, params["shared_up"]))
     shared_BTD = multiply_and_sum(inner_BTF, params["shared_down"], mesh, split)
     if experts.shared_weighted:
         router_1D = params["shared_router"]
         router_1D = pbroadcast(router_1D, mesh, "tensor") if split else router_1D
         shared_BTD = shared_BTD * sigmoid(linear(h_BTD, router_1D))
-    return out_BTD + shared_BTD
+    return out_BTD + shared_BTD, peak
 
 
 def dispatch_gathered(
-    experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
-) -> Tensor:
-    """Sum of the experts of this rank over tokens of all ranks of `over`, brought home. One rank: no detour."""
-    h_TD, weights_TK, ids_TK = (all_gather(x, mesh, over) for x in (h_TD, weights_TK, ids_TK))
+    experts: Experts, way: Dispatch, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sum of the experts of this rank over tokens of all ranks, brought home; one rank: no detour. And the peak."""
+    mesh = way.mesh
+    axes = (way.over, "tensor") if way.spreads else (way.over,)
+    for axis in axes:  # first those of other nodes, then neighbours
+        h_TD, weights_TK, ids_TK = (all_gather(x, mesh, axis) for x in (h_TD, weights_TK, ids_TK))
     own = params["expert_gate"].shape[0]
+    slots = ids_TK.numel()
     # One rank has all slots but those of padding. To ask a device how many they are, the host would wait for it.
-    place = mesh.index(over) if over else 0  # a tensor in a program that is traced for all ranks
-    static = torch.compiler.is_compiling() or not over or isinstance(place, Tensor) or h_TD.device.type != "cpu"
-    slots = slots_of(ids_TK, place * own, own, static=static)
-    y_MD = _feed_forward(experts, mesh, params, take_rows(h_TD, slots), slots.ends_E, slots.slot_M)
-    return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
+    place = mesh.index(way.over) if way.over else 0  # a tensor in a program that is traced for all ranks
+    fixed = torch.compiler.is_compiling() or not way.over or isinstance(place, Tensor) or h_TD.device.type != "cpu"
+    taken = slots_of(_without_padding(experts, way, ids_TK, own), place * own, own, static=fixed)
+    y_MD = _feed_forward(experts, mesh, params, take_rows(h_TD, taken), taken.ends, taken.slot_M)
+    if way.exact:
+        y_MD = psum_pairwise(y_MD, mesh, "tensor").to(h_TD.dtype)
+    out_TD = combine(y_MD, weights_TK, taken)
+    for axis in reversed(axes):
+        out_TD = psum_scatter(out_TD, mesh, axis)
+    return out_TD, _peak(way, taken.needed, slots)
 
 
-def dispatch_ragged(
-    experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
-) -> Tensor:
-    """The same with only those rows on their way that have an expert there."""
-    ranks = mesh.size(over)
+class Exchange(NamedTuple):
+    """Blocks of rows on their way to the ranks of their experts, and home.
+
+    Attributes:
+      way: of the tokens.
+      slots: the rows.
+      rows: of each block.
+    """
+
+    way: Dispatch
+    slots: ExpertSlots
+    rows: int
+
+    def start(self, x_MD: Tensor) -> Tensor:
+        """Begin to send each block to its rank, and to receive one from each rank."""
+        sizes = [self.rows] * self.way.mesh.size(self.way.over)
+        return start_rows(x_MD, sizes, sizes, self.way.mesh, self.way.over)
+
+    def wait(self, x_MD: Tensor) -> Tensor:
+        """The blocks that have arrived."""
+        sizes = [self.rows] * self.way.mesh.size(self.way.over)
+        return wait_rows(x_MD, sizes, sizes, self.way.mesh, self.way.over)
+
+
+def dispatch_exchanged(
+    experts: Experts, way: Dispatch, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same with blocks of rows, each for the experts of a rank, on their way.
+
+    Where rows are bounded, the tokens go in two halves: rows of one are on their way while experts compute the other.
+    """
+    ranks = way.mesh.size(way.over)
     own = params["expert_gate"].shape[0]
-    slots = slots_of(ids_TK, 0, experts.count)
-    sent_E = F.pad(
-        expert_counts(ids_TK, experts.count), (0, own * ranks - experts.count)
-    )  # nothing to experts that pad
-    came_RE = all_to_all(sent_E, mesh, over, split=0, concat=0).view(ranks, own)  # from each rank, for each expert here
-    send = sent_E.view(ranks, own).sum(1).tolist()
-    receive = came_RE.sum(1).tolist()
-    x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh=mesh, axes=over)
-    expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
-    order_M = expert_M.argsort(stable=True)  # they came by rank
-    ends_E = came_RE.sum(0).cumsum(0).int()
+    halves = 1 if way.row_bound is None else 2
+    parts: list[Exchange] = []
+    for ids_tK in _without_padding(experts, way, ids_TK, own).chunk(halves):
+        slots = ids_tK.numel()
+        rows = slots if way.row_bound is None else min(slots, -(-way.row_bound * slots // (4 * ranks)))
+        parts.append(Exchange(way, slots_by_rank(ids_tK, ranks, own, rows), rows))
+    sent_RE = torch.cat([part.slots.ends for part in parts], 1)
+    ends_SE = all_to_all(sent_RE, way.mesh, way.over, split=0, concat=0).split(own, 1)
+    under_way = [part.start(take_rows(h_tD, part.slots)) for part, h_tD in zip(parts, h_TD.chunk(halves), strict=True)]
+    under_way = [
+        part.start(_at_experts(experts, part, params, part.wait(x_MD), ends))
+        for part, x_MD, ends in zip(parts, under_way, ends_SE, strict=True)
+    ]
+    arrived = zip(parts, under_way, weights_TK.chunk(halves), strict=True)
+    out_TD = torch.cat([combine(part.wait(y_MD), weights_tK, part.slots) for part, y_MD, weights_tK in arrived])
+    return out_TD, torch.stack([_peak(way, part.slots.needed, part.slots.row_TK.numel()) for part in parts]).max()
+
+
+def _at_experts(experts: Experts, part: Exchange, params: trees.Tree, x_MD: Tensor, ends_SE: Tensor) -> Tensor:
+    """The sums of experts for the rows that have arrived, in their order."""
+    mesh, spreads = part.way.mesh, part.way.spreads
+    dtype = x_MD.dtype
+    if spreads:
+        ends_SE, x_MD = (all_gather(x, mesh, "tensor") for x in (ends_SE.contiguous(), x_MD))
+    order_M, ends_E = sort_blocks(ends_SE, part.rows)
     y_MD = _feed_forward(experts, mesh, params, permute(x_MD, order_M), ends_E, order_M)
-    y_MD = permute(y_MD, order_M.argsort())
-    return combine(ragged_all_to_all(y_MD, receive, send, mesh=mesh, axes=over), weights_TK, slots)
+    y_MD = permute(y_MD, inverse(order_M))
+    if part.way.exact:
+        return (psum_scatter_pairwise if spreads else psum_pairwise)(y_MD, mesh, "tensor").to(dtype)
+    return psum_scatter(y_MD, mesh, "tensor") if spreads else y_MD
+
+
+def _without_padding(experts: Experts, way: Dispatch, ids_TK: Tensor, own: int) -> Tensor:
+    """Ids of experts; beyond those that the last rank is filled up with, where a token has none."""
+    most = own * way.mesh.size(way.over)
+    return ids_TK if most == experts.count else torch.where(ids_TK < experts.count, ids_TK, most)
+
+
+def _peak(way: Dispatch, needed: Tensor, slots: int) -> Tensor:
+    """Rows that a rank's experts need over a rank's share of some slots; 0: each rank has all experts."""
+    return (
+        needed.double() * (way.mesh.size(way.over) / slots) if way.over else needed.new_zeros((), dtype=torch.float64)
+    )
 
 
 def _logits(experts: Experts, params: trees.Tree, h_BTD: Tensor) -> Tensor:
@@ -341,7 +444,7 @@ def _routes(
 def _feed_forward(
     experts: Experts, mesh: Mesh, params: trees.Tree, x_MD: Tensor, ends_E: Tensor, order_M: Tensor
 ) -> Tensor:
-    """The experts on rows that are sorted by them: this tensor rank's part of each, or where it is exact, the whole.
+    """The experts on rows that are sorted by them: this tensor rank's part of each; where exact, in a wide dtype.
 
     Args:
       order_M: numbers of the rows before they were sorted.
@@ -360,9 +463,8 @@ def _feed_forward(
     parts = _exact_parts(x_MD, params, mesh)
     if parts is None:
         return grouped_linear(inner_MF, params["expert_down"], ends_E)
-    ranks = mesh.size("tensor")
-    sums_MD = grouped_linear_in_parts(inner_MF, params["expert_down"], ends_E, parts, wide=ranks > 1)
-    return psum_pairwise(sums_MD, mesh, "tensor").to(x_MD.dtype)
+    wide = mesh.size("tensor") > 1
+    return grouped_linear_in_parts(inner_MF, params["expert_down"], ends_E, parts, wide=wide)
 
 
 def _exact_parts(x: Tensor, params: trees.Tree, mesh: Mesh) -> int | None:

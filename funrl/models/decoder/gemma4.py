@@ -27,7 +27,7 @@ from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.attention import Attention, own_heads, project_heads
 from funrl.models.decoder.dense import Dense
-from funrl.models.decoder.experts import Moe, RoutedTokens, routed_mixture
+from funrl.models.decoder.experts import Moe, routed_mixture, routing_of
 from funrl.models.decoder.layers import CacheShapes, Context, KeysValues, Norm, WeightAxes, WeightShapes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
@@ -150,10 +150,8 @@ class DenseBesideExperts:
         assert x_BTD is not None
         router_BTD = self.norm(x_BTD, params["router_scale"]) * x_BTD.shape[-1] ** -0.5
         logits_BTE = linear(router_BTD, params["router"])
-        real_BT = None if context.segments_BT is None else context.segments_BT != 0
-        tokens = RoutedTokens(logits_BTE, real_BT, context.routes_BTK, split=context.split)
         own_BTD = self.norm(x_BTD, params["expert_norm"])
-        out_BTD, load = routed_mixture(self.experts, mesh, params, own_BTD, tokens)
+        out_BTD, load = routed_mixture(self.experts, mesh, params, own_BTD, logits_BTE, routing_of(context))
         return dense_BTD + self.norm(out_BTD, params["expert_out_norm"]), load
 
     def cost(self, cost: LayerCost) -> LayerCost:

@@ -169,6 +169,7 @@ class Context(NamedTuple):
         it makes its own.
       vectors_BTP: this layer's own vector of each token, as `LayerVectors` makes them; None: there are none.
       prefixes: the distinct tokens of the row of `offsets`, which the hidden states are of; None: they are of all.
+      row_bound: as in `Inputs`.
     """
 
     layer: DecoderLayer
@@ -189,6 +190,7 @@ class Context(NamedTuple):
     keys_values: KeysValues | None = None
     vectors_BTP: Tensor | None = None
     prefixes: SharedPrefixes | None = None
+    row_bound: int | None = None
 
 
 class CacheShapes(NamedTuple):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
@@ -112,19 +113,21 @@ class Routes(NamedTuple):
 
 
 class ExpertSlots(NamedTuple):
-    """ExpertSlots of T tokens by expert, M of them.
+    """Rows for the slots of T tokens, sorted by expert, M of them.
 
     Attributes:
-      token_M: whose each is.
+      token_M: the token of each row.
       slot_M: its number among the T k slots.
-      row_TK: the row of each slot; where it has none here the first behind those of the experts, which counts 0.
-      ends_E: int32, the number of rows up to each expert, itself included.
+      row_TK: the row of each slot; of a slot without one, a row that counts 0.
+      ends: number of rows up to each expert, itself included: [E] int32, or [R, E] in each of R ranks' blocks of rows.
+      needed: rows that the slots take where every one has a row; of blocks, that of the fullest.
     """
 
     token_M: Tensor
     slot_M: Tensor
     row_TK: Tensor
-    ends_E: Tensor
+    ends: Tensor
+    needed: Tensor
 
 
 def route(
@@ -185,11 +188,12 @@ def _(probs, per_token):
     return probs.new_empty(*probs.shape[:-1], per_token, dtype=torch.int64)
 
 
-def load_of(routes: Routes, real_T: Tensor | None) -> RouterLoad:
+def load_of(routes: Routes, real_T: Tensor | None, peak: Tensor) -> RouterLoad:
     """Load of a layer's experts by its tokens.
 
     Args:
       real_T: bool, false at padding; None: there is none.
+      peak: as in `RouterLoad`.
     """
     experts = routes.probs_TE.shape[-1]
     z_T = routes.logits_TE.to(routes.probs_TE.dtype).logsumexp(-1).square()
@@ -197,7 +201,8 @@ def load_of(routes: Routes, real_T: Tensor | None) -> RouterLoad:
     if real_T is not None:
         z_T = z_T * real_T
         probs_TE = probs_TE * real_T.unsqueeze(-1)
-    return RouterLoad(expert_counts(routes.ids_TK, experts), probs_TE.sum(0), z_T.sum(), ids_TK=routes.ids_TK)
+    counts_E = expert_counts(routes.ids_TK, experts)
+    return RouterLoad(counts_E, probs_TE.sum(0), z_T.sum(), ids_TK=routes.ids_TK, peak=peak)
 
 
 def expert_counts(ids: Tensor, experts: int) -> Tensor:
@@ -219,10 +224,46 @@ def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> 
     ends_E = expert_counts(local, experts).cumsum(0)
     slot_M = local.argsort(stable=True)
     # Slots of other experts come last: their rows are those of no expert, which are 0.
-    row_TK = torch.minimum(_inverse(slot_M), ends_E[-1]).view(ids_TK.shape)
+    row_TK = torch.minimum(inverse(slot_M), ends_E[-1]).view(ids_TK.shape)
     if not static:
         slot_M = slot_M[: ends_E[-1].item()]
-    return ExpertSlots(torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor"), slot_M, row_TK, ends_E=ends_E.int())
+    token_M = torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor")
+    return ExpertSlots(token_M, slot_M, row_TK, ends=ends_E.int(), needed=ends_E[-1])
+
+
+def slots_by_rank(ids_TK: Tensor, ranks: int, experts: int, rows: int) -> ExpertSlots:
+    """All slots in a block of rows for each rank, in it sorted by expert and in the order of tokens.
+
+    Args:
+      ids_TK: experts of each token, numbered rank by rank; those beyond the last rank are none.
+      ranks: R, number of ranks.
+      experts: of each rank.
+      rows: of each block. Slots that find no room have no row; rows that no slot takes are for any token.
+    """
+    flat = ids_TK.flatten()
+    ends_RE = expert_counts(flat, ranks * experts).view(ranks, experts).cumsum(1)
+    counts_R = ends_RE[:, -1]
+    begins_R = counts_R.cumsum(0) - counts_R
+    order = flat.argsort(stable=True)
+    rank = torch.div(flat, experts, rounding_mode="floor").clamp(max=ranks)
+    place = inverse(order) - F.pad(begins_R, (0, 1))[rank]
+    row = torch.where((rank < ranks) & (place < rows), rank * rows + place, ranks * rows)
+    place_RC = begins_R.unsqueeze(1) + torch.arange(rows, device=flat.device)
+    slot_M = order[place_RC.flatten().clamp(max=len(flat) - 1)]
+    token_M = torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor")
+    row_TK = row.view(ids_TK.shape)
+    return ExpertSlots(token_M, slot_M, row_TK, ends=ends_RE.clamp(max=rows), needed=counts_R.max())
+
+
+def sort_blocks(ends_SE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The order of rows by expert, [S rows], and the ends of the experts, [E] int32.
+
+    Args:
+      ends_SE: of S blocks of `rows` rows, each sorted by expert, as `slots_by_rank` has them.
+    """
+    place_C1 = torch.arange(rows, device=ends_SE.device).unsqueeze(1)
+    expert_SC = (place_C1 >= ends_SE.unsqueeze(1)).sum(-1)
+    return expert_SC.flatten().argsort(stable=True), ends_SE.sum(0).int()
 
 
 def take_rows(x_TD: Tensor, slots: ExpertSlots) -> Tensor:
@@ -252,10 +293,10 @@ def experts_of_rows(ends_E: Tensor, order_M: Tensor) -> Tensor:
 
 def permute(x_RD: Tensor, order_R: Tensor) -> Tensor:
     """The rows in another order; its gradient is a gather too."""
-    return _Take.apply(x_RD, order_R, _inverse(order_R).unsqueeze(1))
+    return _Take.apply(x_RD, order_R, inverse(order_R).unsqueeze(1))
 
 
-def _inverse(order_R: Tensor) -> Tensor:
+def inverse(order_R: Tensor) -> Tensor:
     """Place of each row in an order. No size is read: where ranks are simulated it may differ between them."""
     return torch.empty_like(order_R).scatter_(0, order_R, torch.ones_like(order_R).cumsum(0) - 1)
 

@@ -20,6 +20,7 @@ from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
 from funrl.models.compiling.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
+from funrl.models.expert_rows import ExpertRows
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import read_adapter
 from funrl.models.lora import decoder_of, first_trained
@@ -83,7 +84,9 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     _choose_kernels(job, mesh.device, note)
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
-    mode = settings.models.compile if computes_in_torch(settings) else "off"
+    in_torch = computes_in_torch(settings)
+    mode = settings.models.compile if in_torch else "off"
+    own_rows = ExpertRows(mesh, in_torch)
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
@@ -94,7 +97,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     # Completions of one prompt share it. Supervised runs keep the order of sums that the packaged warm start has.
     grouped = isinstance(job, RLJob) and job.sampling.samples > 1
 
-    def placed(name: str, model: Model, mesh: Mesh = mesh) -> Placed:
+    def placed(name: str, model: Model, mesh: Mesh = mesh, expert_rows: ExpertRows = own_rows) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
         replay = settings.routers.router_replay and name in (job.main_role, *job.agents.policies)
         split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
@@ -109,6 +112,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             splits=split,
             reduce_dtype=job.reduce_dtype,
             shares_prefixes=grouped and not is_compiled(model, mode, mesh.device.type),
+            expert_rows=expert_rows,
         )
 
     begin = placed(job.main_role, job.model)
@@ -146,7 +150,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
 
 
 def _models_on_other_ranks(
-    job: Job, training: Mesh, placed: Callable[[str, Model, Mesh], Placed]
+    job: Job, training: Mesh, placed: Callable[[str, Model, Mesh, ExpertRows], Placed]
 ) -> tuple[dict[str, RemoteScorer], dict[str, RemoteRewards]]:
     """Roles that trainer ranks ask for fields of tokens, and models that they ask for rewards, by name.
 
@@ -154,7 +158,7 @@ def _models_on_other_ranks(
 
     Args:
       training: mesh of the trainer ranks.
-      placed: (name, model, mesh) -> the model of a role on that mesh.
+      placed: (name, model, mesh, rows of experts) -> the model of a role on that mesh.
     """
     scorers = {}
     rewarding = {}
@@ -163,7 +167,7 @@ def _models_on_other_ranks(
         if training.here and rewards_completions(job, name):
             rewarding[name] = RemoteRewards(name, own, training)
         elif training.here:
-            role = _role(job, name, {name: placed(name, job.models[name], own)})
+            role = _role(job, name, {name: placed(name, job.models[name], own, ExpertRows(own))})
             scorers[name] = RemoteScorer(name, role, training, scoring_budget(job.settings))
     return scorers, rewarding
 

@@ -175,10 +175,12 @@ def as_read(rows: Rows, pad: int) -> Rows:
 @torch.no_grad()
 def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) -> Tensor:
     """Value at the last token of each row, [B], the same on every rank; see `as_read`."""
-    values = [
-        (places, role.placed.values(params, piece)[0, micro.offsets[1 : 1 + len(places)].long() - 1])
-        for places, micro, piece in own_micro_batches(read, token_budget, row_cost(role.placed))
-    ]
+    values = role.placed.expert_rows.repeat(
+        lambda: [
+            (places, role.placed.values(params, piece)[0, micro.offsets[1 : 1 + len(places)].long() - 1])
+            for places, micro, piece in own_micro_batches(read, token_budget, row_cost(role.placed))
+        ]
+    )
     score_b = values[0][1].new_zeros(len(read.own))
     for places, value_N in values:
         score_b[places] = value_N

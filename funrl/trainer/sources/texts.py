@@ -82,11 +82,14 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
                 rows, _, _ = advantages(chain, chain.init(), scored)
             cost = row_cost(role.placed)
             fields = row_fields_of(role.training_loss)
-            pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields)
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
-            metrics, value = loss_value(
-                role, states[name].params, (piece.batch for piece in pieces), denominators=dens, frozen=frozen
-            )
+
+            def held_loss():
+                pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields)
+                batches = (piece.batch for piece in pieces)
+                return loss_value(role, states[name].params, batches, denominators=dens, frozen=frozen)
+
+            metrics, value = role.placed.expert_rows.repeat(held_loss)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise NotFiniteError(f"the held-out loss is {value.item()} {when}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,10 +164,17 @@ class RoleUpdate(NamedTuple):
     packing: Packing
     most_rows: int
 
-    def batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches with what the role's loss reads."""
-        fields = row_fields_of(self.role.training_loss)
-        for piece in packed(self.rows, self.packing, self.part, self.most_rows, self.role.mask, fields):
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """This rank's micro-batches of an update with what the role's loss reads, made anew whenever they are taken."""
+
+    update: RoleUpdate
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Make them one by one."""
+        _, _, role, rows, part, packing, most_rows = self.update
+        for piece in packed(rows, packing, part, most_rows, role.mask, row_fields_of(role.training_loss)):
             yield piece.batch
 
 
@@ -181,11 +189,11 @@ def _updated(
     role = update.role
     with monitor.clock.phase(f"update_{update.name}"):
         try:
-            state, metrics = train_step(role, state, update.batches(), total, update.what, frozen)
+            state, metrics = train_step(role, state, MicroBatches(update), total, update.what, frozen)
         except NotFiniteError as error:
             if monitor.skips is None:
                 raise
-            term = odd_term(role, state.params, update.batches(), frozen)
+            term = odd_term(role, state.params, MicroBatches(update), frozen)
             own = own_places(update.packing, update.rows)
             numbers = [number for i in error.suspects for number in update.part[own[i]].tolist()]
             monitor.skips.add(error, update.name, update.rows, update.part, term or numbers)

@@ -67,6 +67,10 @@ def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: C
 @torch.no_grad()
 def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
+    return role.placed.expert_rows.repeat(lambda: _scores(role, params, rows, token_budget))
+
+
+def _scores(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     whole: list[Tensor] = []
     for places, outs in _places_with_outputs(role, params, rows, token_budget):
         if not whole:

@@ -94,7 +94,8 @@ def train_step(
 
     Args:
       role: one that learns.
-      micro_batches: this rank's rows of the mini-batch, packed.
+      micro_batches: this rank's rows of the mini-batch, packed. Where `expert_rows` of the role's model are bounded,
+        they may be taken several times.
       totals: of the mini-batch. Where it has no tokens to train on, nothing moves, not even the optimizer's momentum.
       what: name of the update, for the message of an error.
       frozen: this rank's weights that do not learn, by name: the base and the companion of the role, if it has them.
@@ -104,13 +105,24 @@ def train_step(
     Raises:
       NotFiniteError: the loss or the gradient's norm is not finite, on every rank. The state has not changed.
     """
-    grads, metrics, loss, micro_losses, load = gradient(role, state.params, micro_batches, totals.denominators, frozen)
-    norm = global_norm(grads, role.stored, role.placed.mesh)
-    on_host = torch.stack([loss.double(), norm.double(), totals.tokens.double()]).cpu()  # the host waits once an update
+    expert_rows = role.placed.expert_rows
+    while True:
+        with expert_rows.bounded():
+            grads, metrics, loss, micro_losses, load = gradient(
+                role, state.params, micro_batches, totals.denominators, frozen
+            )
+        norm = global_norm(grads, role.stored, role.placed.mesh)
+        numbers = [loss, norm, totals.tokens, expert_rows.peak()]
+        on_host = torch.stack([x.double() for x in numbers]).cpu()  # the host waits once an update
+        if not expert_rows.exceeded(on_host[3].item()):
+            break
+        del grads, metrics  # before the same update with more rows
     if not (math.isfinite(on_host[0].item()) and math.isfinite(on_host[1].item())):
         text = f"{what}: the gradient's norm is {on_host[1].item():.4g} and the loss {on_host[0].item():.4g}"
         raise NotFiniteError(text, [i for i, value in enumerate(micro_losses) if not math.isfinite(value.item())])
     metrics |= {role.metric: loss, f"{role.prefix}/grad_norm": norm}
+    if load and expert_rows.limited:
+        metrics["router/peak_rows"] = numbers[3]
     if on_host[2].item() == 0:
         return state, metrics
     state = (
