@@ -169,7 +169,9 @@ def wait_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: 
 
 def exchange_rows(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
     """`ragged_all_to_all` without a gradient."""
-    return x if mesh.size(axes) == 1 else _send_rows(x, send, receive, mesh.group_name(axes))
+    if mesh.size(axes) == 1:
+        return x
+    return wait(_c10d.all_to_all_single(x.contiguous(), receive, send, mesh.group_name(axes)))
 
 
 def start_all_gathers(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Tensor]:
