@@ -197,6 +197,7 @@ CASES = (
     adamw_equals_torch,
     leaves_of_any_dtype_are_updated,
     a_step_in_place_clips_and_applies,
+    wider_copies_are_written,
     gradients_are_added_in_float32,
 )
 

@@ -138,15 +138,15 @@ def test_an_error_leaves_no_graph_for_the_next_call(dispatched):
     x = torch.ones(2)
     graph = calls.compile_graph(torch.fx.symbolic_trace(lambda x: torch.neg(x)), [x])
 
-    def fail(x):
+    def fail():
         graph(x)
         raise RuntimeError("out of memory")
 
     call = LayerCall("key", (), [x])
     with pytest.raises(RuntimeError, match="out of memory"):
-        calls.trace(call, fail, x)
+        calls.trace(call, fail)
     assert calls._last is None
-    assert torch.equal(calls.trace(call, torch.abs, x), x) and calls.find(call) is None
+    assert torch.equal(calls.trace(call, lambda: torch.abs(x)), x) and calls.find(call) is None
 
 
 def test_layers_of_two_kinds_with_equal_sizes_keep_their_own_graphs(dispatched):

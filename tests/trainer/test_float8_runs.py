@@ -31,6 +31,18 @@ def corrected_grpo():
     return corrected(GRPO(), importance_weights("token", high=2.0))
 
 
+def test_the_cache_holds_a_completion_and_its_control_row():
+    """With --kv_cache_gb for two rows a run begins, with less it is refused before it has a process."""
+    job = small_job(**FLOAT8, max_new_tokens=40)
+    model = job.model
+    longest = max(len(example.tokens) for example in (*job.task.prompts, *job.task.heldout)) + 40
+    unshrunk = small_job(**FLOAT8 | {"sizes": None}, max_new_tokens=40).model
+    row = -(-longest // 16) * unshrunk.page_bytes(single(), 16, job.dtype) / 1e9
+    assert small_job(**FLOAT8, max_new_tokens=40, kv_cache_gb=2.01 * row).model.config == model.config
+    with pytest.raises(SettingsError, match=rf"{longest} tokens.* on a rank, for it and a control row; give it"):
+        small_job(**FLOAT8, max_new_tokens=40, kv_cache_gb=1.9 * row)
+
+
 @pytest.mark.parametrize("compose", quick([rollout_is, dppo, corrected_grpo], [rollout_is]))
 def test_a_run_in_8_bits_shows_its_gap_and_proves_its_weights(compose):
     run = funrl.train(

@@ -50,7 +50,7 @@ def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Cal
         before = _graphs()
         start = time.perf_counter()
         _mark_dynamic(x_BTD, context)
-        out = calls.trace(call, compiled, config, mesh, params, x_BTD, context)
+        out = calls.trace(call, lambda: compiled(config, mesh, params, x_BTD, context))
         if _graphs() > before:
             kind = "decode" if context.kv_cache is not None else "train" if torch.is_grad_enabled() else "score"
             shape = "x".join(str(n) for n in x_BTD.shape)

@@ -79,7 +79,7 @@ class DirectCalls:
       compiled = torch.compile(layer, fullgraph=True, backend=calls.compile_graph)
       call = layer_call(*arguments)
       route = calls.find(call)
-      result = calls.trace(call, compiled, *arguments) if route is None else route.run(call.tensors)
+      result = calls.trace(call, lambda: compiled(*arguments)) if route is None else route.run(call.tensors)
     """
 
     def __init__(self, backend: Callable[..., Any]) -> None:
@@ -106,10 +106,10 @@ class DirectCalls:
                 return route
         return None
 
-    def trace(self, call: LayerCall, compiled: Callable[..., trees.Tree], *arguments: Any) -> trees.Tree:
-        """Run a layer by torch.compile, and keep the route of the call if its graph has no other tensors than it."""
+    def trace(self, call: LayerCall, compute: Callable[[], trees.Tree]) -> trees.Tree:
+        """Compute a layer by torch.compile, and keep the route of the call if its graph has no other tensors."""
         try:
-            result = compiled(*arguments)
+            result = compute()
             self._add(call, result)
         finally:  # an error leaves no tensors behind, nor a graph for the next call
             self._last = None
