@@ -1,6 +1,6 @@
 """vLLM inside this process: start it, add requests, step it, replace its weights.
 
-Reference: https://docs.vllm.ai; undocumented interfaces used here are those of version 0.32.
+Reference: https://docs.vllm.ai; undocumented interfaces used here are those of versions 0.32 and 0.33.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Importing and starting vLLM edits environment variables, seeds the global random state, disables
 `torch.set_num_threads`, and opens a process group if there is none. What can be restored is restored.
 
-Reference: https://docs.vllm.ai; undocumented interfaces used here are those of version 0.32.
+Reference: https://docs.vllm.ai; undocumented interfaces used here are those of versions 0.32 and 0.33.
 """
 
 from __future__ import annotations
