@@ -49,6 +49,10 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "long": ("--tokens=256 --ranks=2", rf"^ +256 +2 ranks +{NUMBER} +{NUMBER}$"),
     "lora": ("--layers=1 --embed=64 --rank=2", rf"^\| adapters of rank 2 \| {NUMBER} M \|"),
     "moe": ("--experts=4 --per_token=2 --embed=16 --mlp=8 --tokens=8 --rounds=1", rf"^grouped +{NUMBER}ms"),
+    "published": (
+        "--rows=SFT.8192.recompute.FA3",
+        rf"^\| prime-rl Qwen3-0.6B SFT 8192 .* \| {NUMBER} \| [+-]\d+% \|$",
+    ),
     "reshard": ("--tree=1mb --rounds=2 --lines=1", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
     "scheduler": ("--ranks=2 --rows=32 --stride=256", rf"^2, 64 \| ideal {NUMBER}  tickets {NUMBER} .* fixed {NUMBER}"),
     "serve": (
@@ -73,7 +77,6 @@ CAPPED = ("decode_kernel", "generate", "layer", "step")  # have --isa=avx2
 PARTS = {
     "handwritten_jax",
     "instruction_set",
-    "published": ("--rows=SFT.8192.recompute.FA3", rf"^\| prime-rl Qwen3-0.6B SFT 8192 .* \| {NUMBER} \| [+-]\d+% \|$"),
     "random_trainer",
     "serve_client",
     "vllm_peer",

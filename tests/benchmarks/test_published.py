@@ -1,4 +1,4 @@
-"""Published steps: their rows and split, their table in benchmarks/README.md, and the errors that `funrl plan` prints."""
+"""Published steps: rows and split, their table in benchmarks/README.md, and the errors that `funrl plan` prints."""
 
 import re
 import sys
