@@ -230,7 +230,7 @@ def measure_run(options: argparse.Namespace, watch: Watch) -> None:
     store = dist.HashStore()
     record = Heartbeat(Link()).record()
     for rank in range(options.ranks):
-        store.set(f"{SIGNS}/{rank}", record)
+        store.set(f"{SIGNS}/{rank}", record.decode())
     ranks = RunWatch(store, options.ranks, WaitLimits())
     ranks.in_steps()  # from now on all have begun
     watch.line("signs of life", ranks.poll, False)
