@@ -328,7 +328,7 @@ def unchanged(x, mesh, axes, split, concat):
 
 FAULTS = {
     "nothing is exchanged": (sequence, "all_to_all", unchanged),
-    "gradients are not summed": (collectives, "psum", lambda x, mesh, axes: x),
+    "gradients are not summed": (collectives, "start_psum", lambda x, mesh, axes: x),
 }
 OF_THE_RESIDUAL = {
     "a half has no sum of gradients": (residual, "all_gather", collectives.gather_replicated),
