@@ -31,7 +31,9 @@ METRIC_PHASES = {  # phase of a step -> prefixes of the metrics that it makes; t
     ),
 }
 # Metrics of the machine, its load and what a cache still has, not of the run.
-MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/", "wait/", "places/", "sync/hidden_share")
+# Of weights that are sent in the background.
+TRANSFERS = ("sync/hidden_share", "sync/sent_bytes", "sync/changed_share", "sync/resent")
+MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/", "wait/", "places/", *TRANSFERS)
 MEASURED_OF_EPISODES = ("/environment_s", "/recomputed_tokens")  # the same, of all episodes or of a source
 KINDS = ("turns", "field", "weights", "digests", "metric")
 PHASE_ORDER = ("generate", "score", "advantage", "update", "verify", "eval")  # some are of a role

@@ -31,7 +31,14 @@ from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
 pytestmark = pytest.mark.gloo
-OWN = ("memory/", "sync/bytes", "places/")  # metrics of the ranks
+OWN = (
+    "memory/",
+    "sync/bytes",
+    "places/",
+    "sync/sent_bytes",
+    "sync/changed_share",
+    "sync/resent",
+)  # metrics of the ranks
 
 
 class Ended(NamedTuple):
@@ -161,6 +168,20 @@ def test_episodes_have_the_same_bits_apart():
     placed = run(place="generate:1", **settings)
     assert_same_runs(placed, run(**settings))
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["generate:1", "train:dp2@0,3 generate:tp2@1-2"])
+def test_ten_updates_by_patches_have_the_bits_of_a_run_without_them(place):
+    settings = {"steps": 10, "dtype": "bfloat16", "lr": 1e-5, "minibatches": 1}
+    train = {"mesh": "dp2", "generate_mesh": "tp2"} if "tp2" in place else {}
+    placed = run(place=place, **settings)
+    assert_same_runs(placed, run(**settings, **train))
+    metrics = [step for _, step in placed.observer.steps]
+    assert all(step["sync/verified"] == 1 for step in metrics)
+    assert all("sync/sent_bytes" not in step for step in metrics[:2])
+    assert all(step["sync/changed_share"] < 0.08 and step["sync/resent"] == 0 for step in metrics[2:])
+    assert all(step["sync/sent_bytes"] < step["sync/bytes"] for step in metrics[2:])
 
 
 def logged_run(compose, folder, **settings):
