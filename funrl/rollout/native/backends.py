@@ -318,12 +318,16 @@ class TorchBackend:
         """Logits [R, C] of this tensor rank's part of the vocabulary."""
         unembed_CD = token_rows(self._unembed_VD, self.mesh, self.vocab)
         logits_RC = project(hidden_RD, unembed_CD, self.model.abilities.logit_cap)
-        unsampled = self.model.abilities.unsampled
-        if unsampled:
+        if self.model.abilities.unsampled:
             token_C1 = self.part.first + torch.arange(len(unembed_CD), device=hidden_RD.device).unsqueeze(1)
-            never_C = (token_C1 == torch.tensor(unsampled, device=hidden_RD.device)).any(1)
+            never_C = (token_C1 == self._unsampled_U).any(1)
             logits_RC = logits_RC.masked_fill_(never_C, -torch.inf)
         return logits_RC
+
+    @functools.cached_property
+    def _unsampled_U(self) -> Tensor:
+        """Tokens that are never sampled; a captured pass may not copy them to the device."""
+        return torch.tensor(self.model.abilities.unsampled, device=self.mesh.device)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] of the whole vocabulary."""
