@@ -161,6 +161,8 @@ def _grouped_flops(x: Tensor, columns: int, ends: Tensor) -> float:
 
 
 _FORMULAS = {  # of operators for which torch has no formula, or a wrong one
+    _aten.mm: lambda a, b, *_: 2 * a.numel() * b.shape[-1],  # torch's fails where the result has another dtype
+    _aten.addmm: lambda _, a, b, *__: 2 * a.numel() * b.shape[-1],
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
     ),
