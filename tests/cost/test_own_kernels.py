@@ -1,11 +1,14 @@
 """Kernels of this package in a dry run of a GPU: memory and FLOPs are theirs, not those of plain operators."""
 
 import pytest
+import torch
 from dry_jobs import CPU, H100, small
 
+from funrl.compiled_kernels.linear import add_products_
 from funrl.compiled_kernels.logit_rows.operators import L2_SHARE, ColumnBlocks
 from funrl.cost import dry_run
 from funrl.cost.tracing.hardware import HARDWARE
+from funrl.cost.tracing.tracer import Tracer
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 
 VOCAB = 40_000
@@ -41,3 +44,11 @@ def test_a_gated_delta_rule_is_that_of_the_kernels(monkeypatch):
     assert kernels.seconds < 0.8 * plain.seconds
     held = [max(peak["activations"] for peak in costs.peaks.values()) for costs in (kernels, plain)]
     assert held[0] < 0.8 * held[1]
+
+
+def test_products_that_are_added_in_float32_are_counted():
+    """Of a teacher's divergence, whose gradient of the unembedding is a sum over blocks of tokens."""
+    with Tracer(H100) as tracer, tracer.phase("update_policy"):
+        a, b = (tracer.empty((64, n), torch.bfloat16) for n in (48, 16))
+        add_products_(tracer.empty((48, 16), torch.float32), a, b)
+    assert tracer.phases["update_policy"].flops == 2 * 64 * 48 * 16

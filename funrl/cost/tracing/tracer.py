@@ -184,6 +184,7 @@ _FORMULAS = {  # of operators for which torch has no formula, or a wrong one
     ),
     torch.ops.funrl.delta_rule: lambda q, k, v, *_: rule_flops(q, v),
     torch.ops.funrl.delta_rule_backward: lambda d_out, d_end, q, k, v, *_: rule_gradient_flops(q, v),
+    _aten.addmm: lambda total, a, b, *_: 2 * a.numel() * b.shape[1],  # with a dtype of the result too
     _aten.linalg_solve_triangular: lambda triangle, sides, **_: triangle.shape[-1] * sides.numel(),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
     torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_flops(
