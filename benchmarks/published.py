@@ -4,8 +4,8 @@
 
 `published.json` has the rows with their sources. A row becomes the flags of a run of funrl, and the dry run's update
 stands beside the published step. A row is fitted if the first byte of the SHA-256 of its name is even. Two constants
-are fitted on these rows: the share of the peak that products reach in whole steps (`MEASURED_SHARES`) and the seconds in
-which the devices of prime-rl's RL trainer wait for its host. They are judged on the other rows. --write puts the table
+are fitted on these rows: the share of the peak that products reach in whole steps (`MEASURED_SHARES`) and the seconds
+in which the devices of prime-rl's RL trainer wait for its host. They are judged on the other rows. --write puts the table
 into README.md.
 
 A peer's program differs from funrl's where its source says so: `PROGRAMS` has its kernels, whether layers are compiled,
