@@ -4,9 +4,9 @@
 
 `published.json` has the rows with their sources. A row becomes the flags of a run of funrl, and the dry run's update
 stands beside the published step. A row is fitted if the first byte of the SHA-256 of its name is even. Two constants
-are fitted on these rows: the share of the peak that products reach in whole steps (`hardware.MEASURED`) and the seconds
-in which the devices of prime-rl's RL trainer wait for its host. They are judged on the other rows. --write puts the
-table into README.md.
+are fitted on these rows: the share of the peak that products reach in whole steps (`MEASURED_SHARES`) and the seconds
+in which the devices of prime-rl's RL trainer wait for its host. The other rows test them. --write puts the table into
+README.md.
 
 A peer's program differs from funrl's where its source says so: `PROGRAMS` has its kernels, whether layers are compiled,
 and what it moves and holds besides.
@@ -32,7 +32,7 @@ from funrl.cost.dry_run import estimate, plain_job
 from funrl.cost.schedules import Workload, lengths_of, rule_of, shared_split, traced_ranks
 from funrl.cost.tracing.costs import UPDATES, Costs
 from funrl.cost.tracing.estimate import Estimate
-from funrl.cost.tracing.hardware import FLASH_ATTENTION_3, HARDWARE, MEASURED, Hardware
+from funrl.cost.tracing.hardware import FLASH_ATTENTION_3, HARDWARE, MEASURED_SHARES, Hardware
 from funrl.cost.verdict import Errors, phase_seconds
 from funrl.mesh.text import ROW_AXES, devices, parse
 from funrl.trainer.jobs.job import RLJob
@@ -93,7 +93,7 @@ def read_rows() -> list[Row]:
 
 
 class Program(NamedTuple):
-    """What a peer's program does in another way than funrl's.
+    """Differences of a peer's program from funrl's.
 
     Attributes:
       attention: shares of the peak that its kernel reaches; {}: torch's FlashAttention-2, as in funrl.
@@ -134,7 +134,11 @@ PRIME_RL = Program(
     host_s=HOST_S,
 )
 # Its attention is of FlashAttention-3's kind; grouped products of thousands of rows an expert are taken as products.
-TRANSFORMER_ENGINE = {**FLASH_ATTENTION_3, "grouped": MEASURED.product, "grouped_backward": MEASURED.product}
+TRANSFORMER_ENGINE = {
+    **FLASH_ATTENTION_3,
+    "grouped": MEASURED_SHARES.product,
+    "grouped_backward": MEASURED_SHARES.product,
+}
 TORCHTITAN = Program(logit_bytes=16, every_other=True)
 
 PROGRAMS = {
@@ -327,7 +331,7 @@ def errors_of(shares: Sequence[float]) -> Errors:
 
 def row_line(row: Row, predicted: Predicted) -> str:
     """The line of a table for a row."""
-    cells = [row.name, "fitted" if row.fitted else "judged"]
+    cells = [row.name, "fitted" if row.fitted else "tested"]
     for kind in AIMS:
         published = getattr(row, kind)
         number = getattr(predicted, kind)
@@ -337,7 +341,7 @@ def row_line(row: Row, predicted: Predicted) -> str:
 
 
 def errors_lines(predictions: Sequence[tuple[Row, Predicted]]) -> list[str]:
-    """Lines that summarize the errors of fitted and of judged rows."""
+    """Lines that summarize the errors of fitted and of tested rows."""
     lines = ["| | rows | median | nine of ten within | within the aim |", "|---|---|---|---|---|"]
     for kind, aim in AIMS.items():
         for fitted in (True, False):
@@ -345,7 +349,7 @@ def errors_lines(predictions: Sequence[tuple[Row, Predicted]]) -> list[str]:
             shares = [number / getattr(row, kind) - 1 for row, number in rows if getattr(row, kind) is not None]
             if shares:
                 found = errors_of(shares)
-                name = f"{'memory' if kind == 'gib' else kind}, {'fitted' if fitted else 'judged'}"
+                name = f"{'memory' if kind == 'gib' else kind}, {'fitted' if fitted else 'tested'}"
                 within = sum(abs(share) <= aim for share in shares)
                 cells = (name, str(found.count), f"{found.median:.1%}", f"{found.most:.1%}", f"{within} in {aim:.0%}")
                 lines.append(f"| {' | '.join(cells)} |")

@@ -26,7 +26,16 @@ from funrl.cost.report import DEFAULT
 from funrl.cost.schedules import simulate_shared
 from funrl.cost.search import place_search, search
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
-from funrl.cost.verdict import JUDGED, duration_text, judged_text, quoted_flags, rates_of, size, table, written_flags
+from funrl.cost.verdict import (
+    PUBLISHED_ERRORS,
+    duration_text,
+    errors_text,
+    quoted_flags,
+    rates_of,
+    size,
+    table,
+    written_flags,
+)
 from funrl.flags import parser as flags
 from funrl.flags.arguments import full_source
 from funrl.mesh.plan import RANKS_PER_NODE
@@ -140,7 +149,7 @@ def plan_command(argv: Sequence[str]) -> int:
     plans, problems = _plans(counts, settings, command.compose, devices)
     price = given["gpu_price"]
     print("\n".join([*plans_table(plans, hardware, price), *problems]))
-    print(f"\n{judged_text()}\n")
+    print(f"\n{errors_text()}\n")
     bounds = [x for x in (given["gpu_hours"], given["budget"] and given["budget"] / price) if x is not None]
     possible = [plan for plan in plans if plan.fits and plan.gpu_hours <= min(bounds, default=math.inf)]
     if not possible:
@@ -256,8 +265,8 @@ def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) ->
       price: of a device for an hour; None: unknown.
     """
     room = size(HARDWARE[hardware].memory * USABLE)
-    time = f"+-{JUDGED['seconds'].most:.0%}"
-    memory = f"memory of {room}, +-{JUDGED['gib'].most:.0%}"
+    time = f"+-{PUBLISHED_ERRORS['seconds'].most:.0%}"
+    memory = f"memory of {room}, +-{PUBLISHED_ERRORS['gib'].most:.0%}"
     head = ["GPUs", memory, "fits", f"a step, {time}", f"tokens/s a GPU, {time}", f"run, {time}"]
     head += [f"GPU-hours, {time}", "flags"]
     rows = [

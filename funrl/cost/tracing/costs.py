@@ -123,8 +123,8 @@ def after(first: Costs, second: Costs) -> Costs:
     flops = first.flops + second.flops
     seconds = first.seconds + second.seconds
     written, bounds = (
-        {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
-        for one, other in ((first.weight_bytes, second.weight_bytes), (first.bounds, second.bounds))
+        {name: earlier.get(name, 0.0) + later.get(name, 0.0) for name in {**earlier, **later}}
+        for earlier, later in ((first.weight_bytes, second.weight_bytes), (first.bounds, second.bounds))
     )
     cover = first.cover + second.cover
     return Costs(peaks, flops, seconds, traffic, early, cover=cover, weight_bytes=written, bounds=bounds)

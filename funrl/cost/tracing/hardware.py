@@ -76,7 +76,7 @@ class Hardware(NamedTuple):
 # of 4,096 and 32,768 tokens. Grouped products reach 30 and 17 %; the backward pass has one more of the first kind. A
 # copy reaches 88 %, AdamW 56 % of the bandwidth. `fused` is of the table of a compiled layer. Products of large random
 # matrices reach 79 to 82 %; 74 % in whole steps is fitted by benchmarks/published.py.
-MEASURED = Efficiency(
+MEASURED_SHARES = Efficiency(
     product=0.74,
     attention=0.39,
     attention_backward=0.35,
@@ -86,7 +86,7 @@ MEASURED = Efficiency(
     tiles=2.0,
 )
 # FlashAttention-2 on an A100: arXiv 2307.08691, up to 73 and 63 %.
-AMPERE = MEASURED._replace(attention=0.7, attention_backward=0.6)
+AMPERE = MEASURED_SHARES._replace(attention=0.7, attention_backward=0.6)
 # FlashAttention-3 on Hopper: pytorch/benchmark#2391 forward, 621 TFLOP/s at 16,384 tokens; arXiv 2407.08608 backward.
 FLASH_ATTENTION_3 = {"attention": 0.62, "attention_backward": 0.5}
 
@@ -114,7 +114,7 @@ HARDWARE = {
         link=450e9,
         network=50e9,
         processors=132,
-        efficiency=MEASURED,
+        efficiency=MEASURED_SHARES,
     ),
     "h200": Hardware(
         memory=141e9,
@@ -125,7 +125,7 @@ HARDWARE = {
         link=450e9,
         network=50e9,
         processors=132,
-        efficiency=MEASURED,
+        efficiency=MEASURED_SHARES,
     ),
     "gb200": Hardware(  # one of the two GPUs of a superchip
         memory=186e9,
@@ -136,7 +136,7 @@ HARDWARE = {
         link=900e9,
         network=50e9,
         processors=148,
-        efficiency=MEASURED,
+        efficiency=MEASURED_SHARES,
     ),
     "mi300x": Hardware(
         memory=192e9,
@@ -147,7 +147,7 @@ HARDWARE = {
         link=448e9,
         network=50e9,
         processors=304,
-        efficiency=MEASURED,
+        efficiency=MEASURED_SHARES,
     ),
     # TPUs: docs.cloud.google.com/tpu/docs/v5e, v5p and v6e. They multiply 32 bits in six passes of 16; the link is one
     # direction of all ICI links of a chip, and the network a chip's share of the data center's (6.4 and 25.6 Tbit/s of

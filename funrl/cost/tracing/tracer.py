@@ -145,7 +145,7 @@ def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
 def _tile_flops(q: Tensor, offsets: Tensor, window: int) -> float:
     """FLOPs of one tile of queries of the longest row."""
     longest = int(offsets.diff().max())
-    return 4.0 * TILE * q.shape[2] * min(longest, window or longest)
+    return 4.0 * ATTENTION_TILE * q.shape[2] * min(longest, window or longest)
 
 
 def _ringed(q: Tensor, k: Tensor, offsets: Tensor, first: int, source: int, window: int, *_: float) -> float:
@@ -195,7 +195,7 @@ _ROOMS = {  # bytes that operators allocate and free
     torch.ops.funrl.delta_rule.default: lambda q, k, v, *_: rule_room(q, v),
     torch.ops.funrl.delta_rule_backward.default: lambda d_out, d_end, q, k, v, *_: rule_gradient_room(q, v),
 }
-TILE = 128  # queries of a tile of attention
+ATTENTION_TILE = 128  # queries of a tile of attention
 _TILES = {  # (arguments) -> FLOPs of the longest row's tile
     torch.ops.funrl.varlen_attention: lambda q, k, v, offsets, window, *_: _tile_flops(q, offsets, window),
     torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
