@@ -48,7 +48,7 @@ def job_on(mesh, hardware, folder, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "mesh"), [("h200", 16, "ep8,tp2"), ("h100", 32, "ep16,tp2")])
+@pytest.mark.parametrize(("name", "ranks", "mesh"), [("h200", 16, "ep8,tp2"), ("h100", 32, "ep4,tp8")])
 def test_the_engine_of_deepseek_v3_fits(name, ranks, mesh, tmp_path):
     hardware = HARDWARE[name]
     job = job_on(mesh, hardware, tmp_path, ranks)
