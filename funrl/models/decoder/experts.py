@@ -333,30 +333,6 @@ def dispatch_gathered(
     return out_TD, _peak(way, taken.needed, slots)
 
 
-class Exchange(NamedTuple):
-    """Blocks of rows on their way to the ranks of their experts, and home.
-
-    Attributes:
-      way: of the tokens.
-      slots: the rows.
-      rows: of each block.
-    """
-
-    way: Dispatch
-    slots: ExpertSlots
-    rows: int
-
-    def start(self, x_MD: Tensor) -> Tensor:
-        """Begin to send each block to its rank, and to receive one from each rank."""
-        sizes = [self.rows] * self.way.mesh.size(self.way.over)
-        return start_rows(x_MD, sizes, sizes, self.way.mesh, self.way.over)
-
-    def wait(self, x_MD: Tensor) -> Tensor:
-        """The blocks that have arrived."""
-        sizes = [self.rows] * self.way.mesh.size(self.way.over)
-        return wait_rows(x_MD, sizes, sizes, self.way.mesh, self.way.over)
-
-
 def dispatch_exchanged(
     experts: Experts, way: Dispatch, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -367,35 +343,36 @@ def dispatch_exchanged(
     ranks = way.mesh.size(way.over)
     own = params["expert_gate"].shape[0]
     halves = 1 if way.row_bound is None else 2
-    parts: list[Exchange] = []
+    sent: list[ExpertSlots] = []
+    paths = []
     for ids_tK in _without_padding(experts, way, ids_TK, own).chunk(halves):
         slots = ids_tK.numel()
         rows = slots if way.row_bound is None else min(slots, -(-way.row_bound * slots // (4 * ranks)))
-        parts.append(Exchange(way, slots_by_rank(ids_tK, ranks, own, rows), rows))
-    sent_RE = torch.cat([part.slots.ends for part in parts], 1)
-    ends_SE = all_to_all(sent_RE, way.mesh, way.over, split=0, concat=0).split(own, 1)
-    under_way = [part.start(take_rows(h_tD, part.slots)) for part, h_tD in zip(parts, h_TD.chunk(halves), strict=True)]
-    under_way = [
-        part.start(_at_experts(experts, part, params, part.wait(x_MD), ends))
-        for part, x_MD, ends in zip(parts, under_way, ends_SE, strict=True)
-    ]
-    arrived = zip(parts, under_way, weights_TK.chunk(halves), strict=True)
-    out_TD = torch.cat([combine(part.wait(y_MD), weights_tK, part.slots) for part, y_MD, weights_tK in arrived])
-    return out_TD, torch.stack([_peak(way, part.slots.needed, part.slots.row_TK.numel()) for part in parts]).max()
+        sent.append(slots_by_rank(ids_tK, ranks, own, rows))
+        paths.append(([rows] * ranks, [rows] * ranks, way.mesh, way.over))
+    ends_SE = all_to_all(torch.cat([part.ends for part in sent], 1), way.mesh, way.over, split=0, concat=0)
+    parts = list(zip(sent, paths, h_TD.chunk(halves), ends_SE.split(own, 1), weights_TK.chunk(halves), strict=True))
+    rows_MD = [start_rows(take_rows(h_tD, part), *path) for part, path, h_tD, _, _ in parts]
+    for i, (_, path, _, ends_Se, _) in enumerate(parts):
+        y_MD = _at_experts(experts, way, params, wait_rows(rows_MD[i], *path), ends_Se)
+        rows_MD[i] = start_rows(y_MD, *path)
+    rows_MD = [wait_rows(y_MD, *path) for y_MD, path in zip(rows_MD, paths, strict=True)]
+    sums = [combine(y_MD, weights_tK, part) for y_MD, (part, _, _, _, weights_tK) in zip(rows_MD, parts, strict=True)]
+    peaks = [_peak(way, part.needed, part.row_TK.numel()) for part in sent]
+    return torch.cat(sums), torch.stack(peaks).max()
 
 
-def _at_experts(experts: Experts, part: Exchange, params: trees.Tree, x_MD: Tensor, ends_SE: Tensor) -> Tensor:
+def _at_experts(experts: Experts, way: Dispatch, params: trees.Tree, x_MD: Tensor, ends_SE: Tensor) -> Tensor:
     """The sums of experts for the rows that have arrived, in their order."""
-    mesh, spreads = part.way.mesh, part.way.spreads
-    dtype = x_MD.dtype
-    if spreads:
+    mesh = way.mesh
+    rows = len(x_MD) // mesh.size(way.over)
+    if way.spreads:
         ends_SE, x_MD = (all_gather(x, mesh, "tensor") for x in (ends_SE.contiguous(), x_MD))
-    order_M, ends_E = sort_blocks(ends_SE, part.rows)
-    y_MD = _feed_forward(experts, mesh, params, permute(x_MD, order_M), ends_E, order_M)
-    y_MD = permute(y_MD, inverse(order_M))
-    if part.way.exact:
-        return (psum_scatter_pairwise if spreads else psum_pairwise)(y_MD, mesh, "tensor").to(dtype)
-    return psum_scatter(y_MD, mesh, "tensor") if spreads else y_MD
+    order_M, ends_E = sort_blocks(ends_SE, rows)
+    y_MD = permute(_feed_forward(experts, mesh, params, permute(x_MD, order_M), ends_E, order_M), inverse(order_M))
+    if way.exact:
+        return (psum_scatter_pairwise if way.spreads else psum_pairwise)(y_MD, mesh, "tensor").to(x_MD.dtype)
+    return psum_scatter(y_MD, mesh, "tensor") if way.spreads else y_MD
 
 
 def _without_padding(experts: Experts, way: Dispatch, ids_TK: Tensor, own: int) -> Tensor:
