@@ -67,7 +67,8 @@ def test_steps_are_those_of_one_process(case, monkeypatch):
     steps = 2 if case == "ep2" else 1  # rows of the second are of weights that an update has changed
     first, result = alone(sizes is DEEPSEEK, steps), steps_on(mesh, sizes, steps, **more)
     assert_same(result, first, 1e-9)
-    assert min(metrics["router/peak_rows"] for metrics in result["metrics"]) > 0.25
+    if "ep" in mesh:
+        assert min(metrics["router/peak_rows"] for metrics in result["metrics"]) > 0.25
     if sizes is DEEPSEEK:
         (bias,), (expected,) = (biases_of(run["weights"]["policy"]) for run in (result, first))
         assert torch.equal(bias, expected) and 0 < bias.abs().max() <= 2 * 0.01 + 1e-12

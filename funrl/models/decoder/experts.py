@@ -361,8 +361,10 @@ def dispatch_exchanged(
     for i, (_, path, _, ends_Se, _) in enumerate(parts):
         y_MD = _at_experts(experts, way, params, wait_rows(rows_MD[i], *path), ends_Se)
         rows_MD[i] = start_rows(y_MD, *path)
-    rows_MD = [wait_rows(y_MD, *path) for y_MD, path in zip(rows_MD, paths, strict=True)]
-    sums = [combine(y_MD, weights_tK, part) for y_MD, (part, _, _, _, weights_tK) in zip(rows_MD, parts, strict=True)]
+    sums = [  # of the first half while rows of the second come home
+        combine(wait_rows(y_MD, *path), weights_tK, part)
+        for y_MD, (part, path, _, _, weights_tK) in zip(rows_MD, parts, strict=True)
+    ]
     peaks = [_peak(way, part.needed, part.row_TK.numel()) for part in sent]
     return torch.cat(sums), torch.stack(peaks).max()
 
