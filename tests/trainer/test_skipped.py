@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def expert_rows(monkeypatch):
     return ExpertRows(Mesh(parse("ep8")))
 
 
-def role_with(expert_rows):
+def role_with(expert_rows) -> Any:
     placed = SimpleNamespace(expert_rows=expert_rows, mesh=SINGLE)
     return SimpleNamespace(placed=placed, stored={}, metric="loss", prefix="actor")
 
@@ -101,14 +102,16 @@ def test_only_an_update_of_finite_numbers_is_computed_again_with_more_rows(
 
 
 def test_an_odd_term_is_looked_for_with_bounded_rows(expert_rows, monkeypatch):
+    rows = rows_with().batch
     bounds = []
 
     def present_scores(*_):
         bounds.append(expert_rows.bound)
-        return SimpleNamespace(x=torch.tensor([[float("nan")]]), rows=Batch(mask=torch.ones(1, 1, dtype=torch.bool)))
+        return SimpleNamespace(x=torch.full((3, 4), float("nan")), rows=rows)
 
     monkeypatch.setattr(skipped, "present_scores", present_scores)
-    assert "before any term of its loss" in skipped.odd_term(role_with(expert_rows), {}, [None, None])
+    text = skipped.odd_term(role_with(expert_rows), {}, [rows, rows])
+    assert text is not None and "before any term of its loss" in text
     assert bounds == [FIRST_BOUND] * 2 and expert_rows.bound is None
 
 

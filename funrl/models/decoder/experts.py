@@ -389,7 +389,7 @@ def _without_padding(experts: Experts, way: Dispatch, ids_TK: Tensor, own: int) 
 
 
 def _peak(way: Dispatch, needed: Tensor, slots: int) -> Tensor:
-    """Rows that a rank's experts need over a rank's share of some slots; 0: it has them at any bound, or all experts."""
+    """Rows that a rank's experts need over its share of some slots; 0: it has them at any bound, or has all experts."""
     peak = needed.double() * (way.mesh.size(way.over) / slots) if way.over else torch.zeros_like(needed).double()
     return torch.where(needed > LEAST_ROWS, peak, 0.0)
 
