@@ -112,17 +112,20 @@ def train_step(
                 role, state.params, micro_batches, totals.denominators, frozen
             )
         norm = global_norm(grads, role.stored, role.placed.mesh)
-        numbers = [loss, norm, totals.tokens, expert_rows.peak()]
+        peak = [expert_rows.peak()] if expert_rows.limited else []
+        numbers = [loss, norm, totals.tokens, *peak]
         on_host = torch.stack([x.double() for x in numbers]).cpu()  # the host waits once an update
-        if not expert_rows.exceeded(on_host[3].item()):
+        # Before the bound of rows: routers with NaNs send all tokens to one rank, for which no later pass should have
+        # room. A pass that lacks rows is finite by itself, since slots without a row count 0.
+        if not (math.isfinite(on_host[0].item()) and math.isfinite(on_host[1].item())):
+            text = f"{what}: the gradient's norm is {on_host[1].item():.4g} and the loss {on_host[0].item():.4g}"
+            raise NotFiniteError(text, [i for i, value in enumerate(micro_losses) if not math.isfinite(value.item())])
+        if not peak or not expert_rows.exceeded(on_host[3].item()):
             break
         del grads, metrics  # before the same update with more rows
-    if not (math.isfinite(on_host[0].item()) and math.isfinite(on_host[1].item())):
-        text = f"{what}: the gradient's norm is {on_host[1].item():.4g} and the loss {on_host[0].item():.4g}"
-        raise NotFiniteError(text, [i for i, value in enumerate(micro_losses) if not math.isfinite(value.item())])
     metrics |= {role.metric: loss, f"{role.prefix}/grad_norm": norm}
-    if load and expert_rows.limited:
-        metrics["router/peak_rows"] = numbers[3]
+    if load and peak:
+        metrics["router/peak_rows"] = peak[0]
     if on_host[2].item() == 0:
         return state, metrics
     state = (
