@@ -203,6 +203,11 @@ def test_patches_give_the_server_the_weights_of_a_whole_load(fault, monkeypatch)
     server.shutdown()
 
 
+def test_a_tensor_too_long_for_indices_has_no_patch():
+    bucket = {"w": torch.empty(1 << 31, dtype=torch.bfloat16, device="meta")}
+    assert vllm_client_module.bucket_patch(0, bucket, bucket) is None
+
+
 def test_clients_that_say_nothing_block_nobody_and_are_closed(served):
     server, _ = served
     half = b"POST /bucket HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\nhalf"

@@ -25,7 +25,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from funrl.mesh.mesh import SINGLE, Mesh, MeshError
-from funrl.mesh.patches import LARGEST_SHARE, encode_patch
+from funrl.mesh.patches import INDEXED, LARGEST_SHARE, encode_patch
 from funrl.mesh.pools.transfer import NARROW
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
@@ -211,9 +211,14 @@ class RemoteCore:
 
 
 def bucket_patch(number: int, base: Mapping[str, Tensor], bucket: Mapping[str, Tensor]) -> bytes | None:
-    """Patch of the `number`-th bucket, as a server takes it; None: its weights are others, or not of 16 bits."""
+    """Patch of the `number`-th bucket, as a server takes it.
+
+    None: its weights are others, not of 16 bits, or too many for a patch's indices.
+    """
     forms = [{name: (x.dtype, x.shape) for name, x in weights.items()} for weights in (base, bucket)]
     if forms[0] != forms[1] or not any(x.element_size() == NARROW for x in bucket.values()):
+        return None
+    if any(x.numel() >= INDEXED for x in bucket.values()):
         return None
     patches = {name: encode_patch(x.view(-1), base[name].view(-1)) for name, x in bucket.items()}
     return save_safetensors({NUMBER: torch.tensor(number), **patches})
