@@ -139,8 +139,8 @@ def value_and_grad(
 
     Args:
       fn: the function.
-      watch: (number of a leaf, its gradient) -> None; called during the backward pass for each leaf that has a gradient,
-        as soon as this is complete.
+      watch: (number of a leaf, its gradient) -> None; called during the backward pass for each leaf that has one, as
+        soon as its gradient is complete.
 
     Returns: a function with the arguments of `fn` that gives `((scalar, aux), gradient tree)`.
     """
