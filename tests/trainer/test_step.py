@@ -146,18 +146,25 @@ def test_no_bucket_waits_for_a_weight_without_a_gradient(earlier, monkeypatch):
     role: Any = SimpleNamespace(stored=layouts, compute=layouts, partial=None, placed=placed, frozen=("norm",))
     _, gradients = trees.value_and_grad(_summed_tree(1.0))(params)
     last = steps.LastMicroBatch(role, params, trees.clone(gradients) if earlier else None, None)
-    _, own = trees.value_and_grad(last.objective, last.add)(params)
+    begun = {}
+
+    def watched_add(i, grad):
+        begun[i] = len(started)
+        last.add(i, grad)
+
+    _, own = trees.value_and_grad(last.objective, watched_add)(params)
     assert len(started) == len(last.sums.buckets) == 9
+    assert max(begun) == 7 and begun[7] >= 7, "only the embedding comes as late as the projector"
     summed, _ = last.finish(own)
     factor = 4 if earlier else 2
     assert all(map(torch.equal, trees.leaves(summed), [factor * x for x in trees.leaves(gradients)]))
 
 
 def test_constant_weights_are_those_frozen_and_those_that_a_model_of_this_package_reads_detached():
-    own, module = (SimpleNamespace(abilities=SimpleNamespace(code=code)) for code in ("", "SwiftFormer"))
+    models: list[Any] = [SimpleNamespace(abilities=SimpleNamespace(code=code)) for code in ("", "SwiftFormer")]
     names = ("norm", "layers/0/router_bias", "layers/0/layer_scale", "layers/0/w")
-    assert [is_constant(name, own, ("norm",)) for name in names] == [True, True, True, False]
-    assert [is_constant(name, module, ("norm",)) for name in names] == [True, False, False, False]
+    assert [is_constant(name, models[0], ("norm",)) for name in names] == [True, True, True, False]
+    assert [is_constant(name, models[1], ("norm",)) for name in names] == [True, False, False, False]
 
 
 def norm(tree):
