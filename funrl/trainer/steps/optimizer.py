@@ -23,6 +23,18 @@ def with_gradient(params: trees.Tree) -> trees.Tree:
     return trees.map_named(lambda name, _: name.rsplit("/", 1)[-1] not in WITHOUT_GRADIENT, params)
 
 
+def is_constant(name: str, model: Model, beginnings: tuple[str, ...]) -> bool:
+    """True of the name of a weight that never has a gradient: it is frozen, or the model reads it detached.
+
+    Args:
+      model: whose weight it is; a module of transformers may train one of any name.
+      beginnings: of the names of its frozen weights.
+    """
+    if is_frozen(name, beginnings):
+        return True
+    return name.rsplit("/", 1)[-1] in WITHOUT_GRADIENT and not model.abilities.code
+
+
 def frozen_beginnings(settings: Settings, model: Model, role: str) -> tuple[str, ...]:
     """Prefixes of the names of a role's weights that --freeze holds, by default the model's own.
 
