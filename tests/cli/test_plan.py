@@ -6,6 +6,7 @@ import shlex
 import pytest
 import yaml
 
+from funrl.cli import plan
 from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
 from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, own_flags, plan_command, plan_on
@@ -18,10 +19,10 @@ COMMAND = "funrl grpo --model=/shared/model --mesh=dp16 --run_dir=/shared/runs/F
 ON_16 = RunPlan(16, {"mesh": "dp16"}, nbytes=6e10, fits=True, step_s=300.0, tokens_per_s=4e4, hours=2.5)
 
 
-def written(launcher, plan=ON_16, hardware="h200", per_node=8):
+def written(launcher, best=ON_16, hardware="h200", per_node=8):
     settings = settings_of(run_dir="/shared/runs/First_one", hardware=hardware)
     given = {"launch": launcher, "image": "here/funrl:1", "storage": "mine", "gpus_per_node": per_node}
-    return launch_text(given, plan, COMMAND, settings)
+    return launch_text(given, best, COMMAND, settings)
 
 
 def torchrun_words(text):
@@ -112,6 +113,20 @@ def test_smaller_nodes_have_slower_sums():
 def test_what_cannot_be_planned_is_refused_before_the_search(flags, problem):
     with pytest.raises(SettingsError, match=re.escape(problem)):
         plan_command(["plan", "grpo", *flags.split()])
+
+
+def test_lengths_are_read_before_the_search_and_cut_at_what_a_completion_may_have(tmp_path, monkeypatch, capsys):
+    searched = []
+    monkeypatch.setattr(plan, "_plans", lambda *args: (searched.append(args), ([ON_16], []))[1])
+    file = tmp_path / "lengths"
+    flags = ["plan", "grpo", "--gpus=1", "--max_new_tokens=8", f"--lengths={file}"]
+    file.write_bytes(b"3\n\xff\n")
+    with pytest.raises(SettingsError, match=f"^--lengths={file}: {file}:2: give a number of tokens a line"):
+        plan_command(flags)
+    assert not searched
+    file.write_text("3\n8\n9\n40\n")
+    assert plan_command(flags) == 0 and searched
+    assert "\n2 of 4 lengths are cut at 8 tokens (--max_new_tokens)\n" in capsys.readouterr().out
 
 
 def test_containers_get_absolute_paths(tmp_path, monkeypatch):
