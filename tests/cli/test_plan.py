@@ -129,6 +129,13 @@ def test_lengths_are_read_before_the_search_and_cut_at_what_a_completion_may_hav
     assert "\n2 of 4 lengths are cut at 8 tokens (--max_new_tokens)\n" in capsys.readouterr().out
 
 
+def test_a_start_file_is_not_written_for_weights_that_are_not_there(tmp_path):
+    flags = ["--freeze=nosuch", "--gpus=1", "--launch=slurm", "--run_dir=/s/r", f"--to={tmp_path / 'run.sbatch'}"]
+    with pytest.raises(SettingsError, match="--freeze=nosuch: no weight's name begins with 'nosuch'"):
+        plan_command(["plan", "grpo", *flags])
+    assert not list(tmp_path.iterdir())
+
+
 def test_containers_get_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def score(prompt, completion, **_):\n    return 1.0\n")
