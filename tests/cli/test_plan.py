@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
 from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, own_flags, plan_command, plan_on
 from funrl.cost.tracing.hardware import HARDWARE
-from funrl.cost.verdict import quoted_flags
+from funrl.cost.verdict import errors_text, quoted_flags
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
@@ -134,6 +135,11 @@ def test_a_start_file_is_not_written_for_weights_that_are_not_there(tmp_path):
     with pytest.raises(SettingsError, match="--freeze=nosuch: no weight's name begins with 'nosuch'"):
         plan_command(["plan", "grpo", *flags])
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_has_the_errors_that_a_plan_prints():
+    page = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
+    assert errors_text() in "\n".join(line.strip() for line in page.splitlines())
 
 
 def test_containers_get_absolute_paths(tmp_path, monkeypatch):
