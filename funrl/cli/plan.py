@@ -169,6 +169,14 @@ def plan_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def plan_help() -> str:
+    """The help of `funrl plan`: its own flags; those of the run are in the help of the experiment."""
+    command = COMMANDS["plan"]
+    summary = f"{command.summary}. Flags of the run: funrl NAME --help."
+    whole = flags.help_text(command.usage, summary, PLAN_FLAGS, None).replace("\nThe algorithm:\n", "\nThe plan:\n")
+    return "\n".join([command.usage, *whole.splitlines()[1:]])
+
+
 def own_flags(command: Command, experiment: Experiment) -> dict[str, Any]:
     """Flags of a command line and its --config file that a run takes, as `written_flags` writes them.
 

@@ -10,7 +10,8 @@ import yaml
 from funrl.cli import plan
 from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
-from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, own_flags, plan_command, plan_on
+from funrl.cli.main import main
+from funrl.cli.plan import LAUNCHERS, PLAN_FLAGS, RunPlan, launch_text, own_flags, plan_command, plan_on
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.verdict import errors_text, quoted_flags
 from funrl.trainer.settings.declaration import SettingsError
@@ -140,6 +141,17 @@ def test_a_start_file_is_not_written_for_weights_that_are_not_there(tmp_path):
 def test_the_page_has_the_errors_that_a_plan_prints():
     page = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
     assert errors_text() in "\n".join(line.strip() for line in page.splitlines())
+
+
+def test_the_help_has_the_flags_of_a_plan_with_their_defaults(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["funrl", "plan", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "The algorithm" not in printed and max(map(len, printed.splitlines())) <= 100
+    words = " ".join(printed.split())
+    for flag in PLAN_FLAGS:
+        default = "" if flag.default is None else f"={flag.default}"
+        assert f" --{flag.name}{default} {flag.help()}" in words
 
 
 def test_containers_get_absolute_paths(tmp_path, monkeypatch):
