@@ -38,8 +38,8 @@ _PIECES = {
     " turn_relative",
     "advantages.teacher_rewards": "teacher_advantage",
     "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
-    "advantages.token_selection": "adapt_entropy covariance keep_highest_entropy mark_positives noise"
-    " select_covariance_between select_highest_covariance share_of top_tokens",
+    "advantages.token_selection": "adapt_entropy count_prompt_tokens covariance keep_highest_entropy"
+    " mark_positives noise select_covariance_between select_highest_covariance share_of top_tokens",
     "advantages.turns": "to_turns turn_center turn_gae",
     "advantages.unpaired": "reference_point",
     "corrections.importance": "check_bounds gap_over importance_weights log_gap normalise_weights",
@@ -59,7 +59,7 @@ _PIECES = {
     " odds_ratio of_completions on_policy_weight preference reference_log_ratio reward_rounding",
     "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence or_token_ratio product_ratio sequence_ratio"
     " sum_of_sequence times_ratio token_ratio",
-    "losses.reductions": "constant_mean sequence_mean sequence_sum_mean token_mean token_sum",
+    "losses.reductions": "constant_mean prompt_mean sequence_mean sequence_sum_mean token_mean token_sum",
     "losses.reward_models": "last_tokens pairwise_reward step_reward",
     "losses.selected": "entropy_above off_selected on_selected on_tokens probability_below",
     "losses.sequence_terms": "classification future_weighted gamma_weighted geometric_mean log_ratio_regression"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from math import exp, log
 
-from pieces import Row, sampled, sequences
+from pieces import Row, members, sampled, sequences
 from rows_advantages import by_group, mean
-from rows_corrections import gap, group_scores, keeping
+from rows_corrections import gap, group_scores, keeping, leash, leash_of, tokens_of
 from rows_terms import A_HELD, TermRow, by_sequence, by_token, clip, ppo, sequence_log_ratio, table_rows
 
 from funrl import algos
@@ -147,6 +147,20 @@ def nll_of(wanted):
     return reference
 
 
+def group_tokens(b, i):
+    return sum(len(sampled(b, j)) for j in members(b, i))
+
+
+def prompt_mean(logp, b):
+    """The mean over prompts of the mean over the tokens of all their rows."""
+    loss = tokens_of(leash_of)(logp, b)
+    means = []
+    for number in sorted({b.group[i] for i in sequences(b)}):
+        rows = [i for i in sequences(b) if b.group[i] == number]
+        means.append(mean([loss[i][t] for i in rows for t in sampled(b, i)]))
+    return [(sum(means), float(len(means)))]
+
+
 TERMS = [
     TermRow("masked_importance", algos.masked_importance, hard_mask(0.2, 0.2, "rollout_logp"), stops=True),
     TermRow(
@@ -219,6 +233,13 @@ ROWS = [
             ("sampled_tokens", algos.sampled_tokens, False),
         )
     ),
+    Row(
+        "count_prompt_tokens",
+        "advantage",
+        algos.count_prompt_tokens,
+        lambda x, b: {"prompt_tokens": [[group_tokens(b, i) * on for on in row] for i, row in enumerate(b.mask)]},
+    ),
+    Row("prompt_mean", "loss", lambda: algos.reduce(leash, algos.prompt_mean()), prompt_mean, smooth=True),
     Row("relative_to_mean", "advantage", algos.relative_to_mean, by_group(relative)),
     Row(
         "relative_to_mean of rewards",

@@ -21,7 +21,8 @@ from funrl.batch import Batch, as_dict, select
 from funrl.testing.awkward_rows import packed_batch, poisoned
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")
-MADE = {"advantage", "returns", "weight", "label", "imitated", "selected", "entropy_coefficient", "sampled"}
+MADE = {"advantage", "returns", "weight", "label", "imitated", "selected", "entropy_coefficient"}
+MADE |= {"prompt_tokens", "sampled"}
 ROLES = {"policy": "policy", "critic": "value", "implicit_reward": "reward"}  # role: its name in the golden file
 RENAMED = {"implicit_reward/accuracy": "reward/accuracy"}  # metric: its name there
 
@@ -199,7 +200,7 @@ ZERO_BY_GROUP = {
     *("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "opo", "gpg", "gdpo", "sppo", "dppo", "otb"),
     *("dppo by KL", "grpo, truncated importance weights"),
     *("maxrl", "lite_ppo", "fipo", "real", "gvpo", "a2po", "m2po", "rollout_is", "chord"),
-    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo"),
+    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "scalerl"),
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "sao", "ppo with everything"), "a critic scores, not the group"),

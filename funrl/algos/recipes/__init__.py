@@ -23,6 +23,7 @@ _FIRST = (  # in lists; other files follow by name
     "prime",
     "vapo",
     "sao",
+    "scalerl",
     "pf_ppo",
     "sppo",
     "dppo",
