@@ -65,8 +65,8 @@ _PIECES = {
     "losses.sequence_terms": "classification future_weighted gamma_weighted geometric_mean log_ratio_regression"
     " mask_off_policy self_play_regression",
     "losses.teacher": "divergence_to_teacher forward_kl_topk kl_to_teacher",
-    "losses.token_terms": "clipped_importance direct_reward divergence_mask masked_importance policy_gradient soft_gate"
-    " surrogate tapered",
+    "losses.token_terms": "clipped_importance direct_reward divergence_mask masked_importance policy_gradient"
+    " quadratic_surrogate soft_gate surrogate tapered",
     "losses.value_loss": "clipped_value_loss",
 }
 WHERE = {name: module for module, names in _PIECES.items() for name in names.split()}

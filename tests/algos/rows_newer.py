@@ -76,6 +76,10 @@ def hard_mask(low, high, sampler):
     return by_token(loss, "logp", "held", sampler, "advantage")
 
 
+def quadratic(r, a, clip):
+    return -(r * a - abs(a) * (r - 1) ** 2 / (2 * clip))
+
+
 def topr(whole):
     def formula(s):
         total = exp(sum(held - old for held, old in zip(s["held"], s["old_logp"], strict=True)))
@@ -168,6 +172,16 @@ TERMS = [
         lambda: algos.masked_importance(0.3, 0.5, "old_logp"),
         hard_mask(0.3, 0.5, "old_logp"),
         stops=True,
+    ),
+    TermRow(
+        "quadratic_surrogate",
+        algos.quadratic_surrogate,
+        by_token(lambda new, old, a: quadratic(exp(new - old), a, 0.2), "logp", "old_logp", "advantage"),
+    ),
+    TermRow(
+        "quadratic_surrogate rollout",
+        lambda: algos.quadratic_surrogate(0.3, algos.token_ratio("rollout_logp")),
+        by_token(lambda new, old, a: quadratic(exp(new - old), a, 0.3), "logp", "rollout_logp", "advantage"),
     ),
     TermRow("tapered", algos.tapered, topr(whole=True), stops=True, also=("product_ratio",)),
     TermRow("tapered per_token", lambda: algos.tapered(algos.token_ratio()), topr(whole=False), stops=True),

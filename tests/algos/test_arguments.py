@@ -52,6 +52,8 @@ REFUSED = {
     r"geometric_mean\(clip_low=-1": lambda: algos.geometric_mean(clip_low=-1),
     r"divergence_mask\(low=-1": lambda: algos.divergence_mask(low=-1),
     "cap=-1": lambda: algos.divergence_mask(cap=-1),
+    r"quadratic_surrogate\(clip=0\)": lambda: algos.quadratic_surrogate(0),
+    "give it to reduce": lambda: algos.prompt_mean().denominators(None, None),
     r"constant_mean\(0\)": lambda: algos.constant_mean(0),
     r"group_scale\(eps=-1\)": lambda: algos.group_scale(-1),
     r"batch_scale\(eps=-1\)": lambda: algos.batch_scale(-1),

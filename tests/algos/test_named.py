@@ -200,7 +200,7 @@ ZERO_BY_GROUP = {
     *("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "opo", "gpg", "gdpo", "sppo", "dppo", "otb"),
     *("dppo by KL", "grpo, truncated importance weights"),
     *("maxrl", "lite_ppo", "fipo", "real", "gvpo", "a2po", "m2po", "rollout_is", "chord"),
-    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "scalerl"),
+    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "scalerl", "cfpo"),
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "sao", "ppo with everything"), "a critic scores, not the group"),

@@ -24,6 +24,7 @@ _FIRST = (  # in lists; other files follow by name
     "vapo",
     "sao",
     "scalerl",
+    "cfpo",
     "pf_ppo",
     "sppo",
     "dppo",
