@@ -20,7 +20,7 @@ REFUSED = {
     "over is 'tokens'": lambda: algos.importance_weights("tokens"),
     "bounds of the ratio are 2.0 and 1.0": lambda: algos.reject_ratio("token", 2.0, 1.0),
     "bounds of the ratio are -1": lambda: algos.importance_weights("token", -1, 1.0),
-    "kind is k2 or k3": lambda: algos.reject_divergence("k1"),
+    "kind is k2, k3 or binary": lambda: algos.reject_divergence("k1"),
     "over is token, sum, mean or max": lambda: algos.reject_divergence("k3", "sequence"),
     "low is above high": lambda: algos.clip_reward(1.0, 0.0),
     "buffer 0 must be above 0": lambda: algos.overlong_penalty(10, 0),

@@ -26,9 +26,10 @@ MADE |= {"prompt_tokens", "sampled"}
 ROLES = {"policy": "policy", "critic": "value", "implicit_reward": "reward"}  # role: its name in the golden file
 RENAMED = {"implicit_reward/accuracy": "reward/accuracy"}  # metric: its name there
 
-PUBLISHED = {  # arguments of the published algorithms, where the recipe's defaults are others
+PUBLISHED = {  # arguments of the published algorithms, or for the example, where the recipe's defaults are others
     "ppo": {"dual_clip": None, "kl_coef": 0.0},
     "grpo": {"dual_clip": None, "kl_coef": 0.04},
+    "flash_reinforce": {"divergence": 0.06},  # which some rows of the example are within
     **{name: {"kl_coef": 0.0} for name in ("rloo", "remax", "reinforce_plus_plus")},
 }
 
@@ -211,7 +212,7 @@ NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
     **dict.fromkeys(("distillation", "distillation direct"), "a teacher scores every token"),
     "rae": "the agent's past scores, not the group",
-    "prpo": "the batch scores, not the group",
+    **dict.fromkeys(("prpo", "flash_reinforce"), "the batch scores, not the group"),
     "gvpo to the reference": "log-ratios are compared too",
     "topr": "a constant is taken off, not the group's mean",
     "raft_plus_plus": "the best are imitated, even where all are",

@@ -24,6 +24,7 @@ _FIRST = (  # in lists; other files follow by name
     "vapo",
     "sao",
     "scalerl",
+    "flash_reinforce",
     "cfpo",
     "pf_ppo",
     "sppo",
