@@ -5,6 +5,7 @@ Loops over Python floats, written from the formulas; TERMS are of sequences, as 
 
 from __future__ import annotations
 
+from itertools import combinations
 from math import exp, log
 
 from pieces import Row, members, sampled, sequences
@@ -17,6 +18,21 @@ from funrl import algos
 
 def relative(own, group, place):
     return (own - mean(group)) / mean(group) if mean(group) > 0 else 0.0
+
+
+def best_of_sets(k):
+    """k times the mean best of the sets of k rows with the row, less that of the sets without it."""
+
+    def advantage(own, group, place):
+        size = min(k, len(group) - 1)
+        if size < 1:
+            return 0.0
+        sets = list(combinations(range(len(group)), size))
+        inside = [max(group[j] for j in rows) for rows in sets if place in rows]
+        outside = [max(group[j] for j in rows) for rows in sets if place not in rows]
+        return size * (mean(inside) - mean(outside))
+
+    return by_group(advantage)
 
 
 def optimal_value(beta):
@@ -269,6 +285,10 @@ ROWS = [
         "advantage",
         lambda: algos.constant_baseline(0.4),
         lambda x, b: {"x": [v - 0.4 for v in x]},
+    ),
+    *(
+        Row(f"max_at_k {k}", "advantage", lambda k=k: algos.max_at_k(k), best_of_sets(k), compiles=False)
+        for k in (1, 2, 4)
     ),
     Row("class_sizes", "advantage", algos.class_sizes, by_group(class_size)),
     *(

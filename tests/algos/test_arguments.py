@@ -52,6 +52,7 @@ REFUSED = {
     r"geometric_mean\(clip_low=-1": lambda: algos.geometric_mean(clip_low=-1),
     r"divergence_mask\(low=-1": lambda: algos.divergence_mask(low=-1),
     "cap=-1": lambda: algos.divergence_mask(cap=-1),
+    r"max_at_k\(0\)": lambda: algos.max_at_k(0),
     r"quadratic_surrogate\(clip=0\)": lambda: algos.quadratic_surrogate(0),
     "give it to reduce": lambda: algos.prompt_mean().denominators(None, None),
     r"constant_mean\(0\)": lambda: algos.constant_mean(0),

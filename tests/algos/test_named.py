@@ -185,7 +185,10 @@ def test_float32_is_close_and_needs_no_other_dtype(name):
 
 @pytest.mark.parametrize(
     "name",
-    [*("grpo", "dr_grpo", "rloo", "opo", "gpg", "sppo", "gdpo"), "dapo", "maxrl", "lite_ppo", "real", "gvpo", "a2po"],
+    [
+        *("grpo", "dr_grpo", "rloo", "opo", "gpg", "sppo", "gdpo"),
+        *("dapo", "maxrl", "lite_ppo", "real", "gvpo", "a2po", "maxpo"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_and_lonely_rows_give_exactly_zero(name, dtype):
@@ -201,7 +204,7 @@ ZERO_BY_GROUP = {
     *("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "opo", "gpg", "gdpo", "sppo", "dppo", "otb"),
     *("dppo by KL", "grpo, truncated importance weights"),
     *("maxrl", "lite_ppo", "fipo", "real", "gvpo", "a2po", "m2po", "rollout_is", "chord"),
-    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "scalerl", "cfpo"),
+    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "scalerl", "cfpo", "maxpo"),
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "sao", "ppo with everything"), "a critic scores, not the group"),

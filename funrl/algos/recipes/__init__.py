@@ -26,6 +26,7 @@ _FIRST = (  # in lists; other files follow by name
     "scalerl",
     "flash_reinforce",
     "cfpo",
+    "maxpo",
     "pf_ppo",
     "sppo",
     "dppo",
