@@ -29,7 +29,7 @@ RENAMED = {"implicit_reward/accuracy": "reward/accuracy"}  # metric: its name th
 PUBLISHED = {  # arguments of the published algorithms, or for the example, where the recipe's defaults are others
     "ppo": {"dual_clip": None, "kl_coef": 0.0},
     "grpo": {"dual_clip": None, "kl_coef": 0.04},
-    "flash_reinforce": {"divergence": 0.06},  # which some rows of the example are within
+    "flash_reinforce": {"max_divergence": 0.06},  # which some rows of the example are within
     **{name: {"kl_coef": 0.0} for name in ("rloo", "remax", "reinforce_plus_plus")},
 }
 

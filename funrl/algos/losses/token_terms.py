@@ -267,7 +267,7 @@ def direct_reward(beta: float = 0.1) -> Term:
 
 
 def quadratic_surrogate(clip: float = 0.2, ratio: Ratio | None = None) -> Term:
-    """-(A r - abs(A) (r - 1)^2 / (2 clip)): a quadratic penalty in the place of the clip.
+    """-(A r - abs(A) (r - 1)^2 / (2 clip)): a quadratic penalty instead of the clip.
 
     It is convex in r, and has its minimum where the clip of the surrogate begins: at 1 + clip where A > 0, at 1 - clip
     where A < 0. Beyond, the gradient pulls the ratio back instead of vanishing.

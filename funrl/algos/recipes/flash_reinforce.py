@@ -18,18 +18,18 @@ from funrl.algos.losses.reductions import sequence_mean
 from funrl.algos.losses.token_terms import surrogate
 
 
-def flash_reinforce(divergence: float = 0.003, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> Algorithm:
+def flash_reinforce(max_divergence: float = 0.003, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> Algorithm:
     """REINFORCE with a batch baseline, importance weights of tokens and a trust region of sequences.
 
     Args:
-      divergence: the largest mean divergence of a sequence from the engine, in nats per token; sequences beyond have no
-        gradient, and still count in the baseline and in the mean.
+      max_divergence: the largest mean divergence of a sequence from the engine, in nats per token; sequences beyond
+        have no gradient, and still count in the baseline and in the mean.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
     Warning: the ratio to the engine already includes its gap to the trainer: do not add `importance_weights`.
     """
-    near = reject_divergence("binary", "mean", divergence, in_denominator=True)
+    near = reject_divergence("binary", "mean", max_divergence, in_denominator=True)
     term = surrogate(token_ratio("rollout_logp"))
     return Algorithm(
         advantage=chain(batch_center(), to_tokens(), near),
