@@ -164,9 +164,11 @@ class TrainKeywords(SharedKeywords, total=False):
     sample_every: WholeValue
     alpha: NumberValue
     baseline: NumberValue
+    best_of: WholeValue
     beta: NumberValue
     cap: NumberValue
     center: NumberValue
+    clip: NumberValue
     clip_high: NumberValue
     clip_low: NumberValue | None
     decay: NumberValue
@@ -200,6 +202,7 @@ class TrainKeywords(SharedKeywords, total=False):
     loss: TextValue
     low: NumberValue | None
     margin: NumberValue | TruthValue | None
+    max_divergence: NumberValue
     negative: NumberValue
     normalize: TruthValue
     observation_coef: NumberValue
