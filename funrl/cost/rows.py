@@ -204,10 +204,19 @@ def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
       tokens: of a prompt or text.
     """
     grids = row_grids(job, tokens)
+    kept = _kept_bytes(job)
     if not grids or job.model.owned is None:
-        return ()
+        return kept
     lines = {PATCHES: patches_in(grids, _tower(job.model)), GRIDS: len(grids)}
-    return tuple(float(lines[name] * x[:1].nbytes) for name, x in _one_line(job.model).items())
+    return *kept, *(float(lines[name] * x[:1].nbytes) for name, x in _one_line(job.model).items())
+
+
+def _kept_bytes(job: Job) -> tuple[float, ...]:
+    """Bytes of the ids that could be sampled at all tokens of a completion: a bound, which --top_k makes small."""
+    if not isinstance(job, RLJob) or not job.settings.sampling.mask_replay:
+        return ()
+    vocab = job.model.config.vocab
+    return (float(TOKEN_INT.itemsize * job.sampling.max_new_tokens * min(job.sampling.top_k or vocab, vocab)),)
 
 
 def _tower(model: Model) -> TowerConfig:
@@ -222,10 +231,10 @@ def _one_line(model: Model) -> dict[str, torch.Tensor]:
 
 
 def with_owned_bytes(phases: dict[str, Costs], nbytes: float, local: int) -> dict[str, Costs]:
-    """Add the pictures of a rank's rows to phases, in which the traced rows have none.
+    """Add the ragged fields of a rank's rows to phases, in which the traced rows have none.
 
     Args:
-      nbytes: of the pictures of a row.
+      nbytes: of these fields of a row.
       local: rows of a rank.
     """
     again = MOVES[1] in phases  # the step keeps the rows as scored
@@ -431,6 +440,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         truncated=torch.ones(rows, dtype=torch.bool),
         rollout_logp=torch.zeros(shape, dtype=wide),
         routes=torch.zeros(*shape, choices, dtype=TOKEN_INT) if job.settings.routers.router_replay else None,
+        kept_counts=torch.zeros(shape, dtype=TOKEN_INT) if job.settings.sampling.mask_replay else None,
         greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
         demonstration=torch.zeros(shape, dtype=torch.bool) if learns_from_demonstrations(job.algorithm) else None,
         **(_episode_fields(job, shape, begins, wide) if has_environment(job.settings) else {}),

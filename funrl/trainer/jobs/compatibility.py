@@ -175,6 +175,8 @@ def sampled_fields(settings: Settings, given: Given = NOTHING_GIVEN) -> set[str]
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")
+    if not settings.sampling.mask_replay:
+        absent |= {"kept", "kept_counts"}
     episodes = has_environment(settings, given)
     if settings.rewards.process_reward_model is None and not episodes:
         absent.add("token_reward")
@@ -272,6 +274,35 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     for name, (present, way_out) in {**refused, **scoring}.items():
         if present:
             raise settings.refusal(f"{{{name}}}: {what}; {way_out}")
+
+
+def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: Given) -> None:
+    """Check that the trainer can take the distributions that the engine truncates.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    if not settings.sampling.mask_replay:
+        return
+    refused = {
+        "model": (any(model.abilities.routers for model in models.values()), "a model with experts is not replayed"),
+        "mesh": (settings.devices.train.chosen["sequence"] > 1, "sp splits the tokens of a row; use dp and tp"),
+        "backend": (settings.models.backend != "torch", "give --backend=torch"),
+        "device": (settings.devices.device == "xla", "give --device=cpu"),
+    }
+    for name, (present, reason) in refused.items():
+        if present:
+            raise settings.refusal(f"{{mask_replay}} with {{{name}}}: {reason}")
+    if has_environment(settings, given):
+        flag = environment_flag(settings, given)
+        raise settings.refusal(
+            f"{{mask_replay}} with {flag}: the rows of episodes do not have the tokens; leave it out"
+        )
+    renormalised = {"policy", "reference", "critic", *SCORING_ROLES}
+    others = [name for name in models if name not in renormalised]
+    if others or algorithm.divergence is not None:
+        role = others[0] if others else "teacher"
+        raise settings.refusal(f"{{mask_replay}}: the {role}'s log-probabilities are not truncated; leave it out")
 
 
 def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:
