@@ -59,4 +59,4 @@ def pack_bits(x_RV: Tensor) -> Tensor:
 def unpack_ids(bits_RB: np.ndarray) -> list[np.ndarray]:
     """Ids of the bits of each row, ascending."""
     rows, ids = np.unpackbits(bits_RB, axis=1, bitorder="little").nonzero()
-    return np.split(ids.astype(ID), np.searchsorted(rows, np.arange(1, len(bits_RB))))
+    return np.split(ids.astype(ID), np.searchsorted(rows, np.arange(1, len(bits_RB) + 1)))[:-1]
