@@ -325,15 +325,6 @@ FIELDS = Schema(
         dtype="int",
         example=_last_place,
     ),
-    kept=Field(
-        "ragged",
-        "source",
-        "ids that truncated sampling could take, one token after another; there with --mask_replay",
-        dtype="int",
-    ),
-    kept_counts=Field(
-        "token", "source", "how many of them a token has; 0: nothing was truncated", dtype="int", example=_mask_as_int
-    ),
     greedy_score=Field(
         "row", "source", "outcome reward of a greedy completion of the prompt", example=_these(0.0, 0.0, 1.0, 1.0)
     ),
@@ -410,4 +401,8 @@ FIELDS = Schema(
         made_of=("teacher_topk",),
     ),
     divergence=Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable"),
+)
+KEPT_FIELDS = Schema(  # of rows with --mask_replay
+    kept=Field("ragged", "source", "ids that truncated sampling could take, one token after another", dtype="int"),
+    kept_counts=Field("token", "source", "number of these ids at a token; 0: nothing was truncated", dtype="int"),
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
-from funrl.batch import TOKEN_INT, Batch, as_dict
+from funrl.batch import TOKEN_INT, Batch, as_dict, declare
 from funrl.compiled_kernels.varlen_attention import segment_bounds
 from funrl.cost.tracing.costs import UPDATES, Costs, Traffic, add_traffic, plus, times
 from funrl.cost.tracing.estimate import MOVE, MOVES, FieldShapes, turns_of
@@ -30,6 +30,7 @@ from funrl.data.pictures import with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS, TextExample, text_batch
+from funrl.fields import KEPT_FIELDS
 from funrl.kinds import OwnedLines
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import move_traffic
@@ -430,7 +431,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
     at_T = torch.arange(shape[1])
     written_T = torch.stack([(at_T >= begin) & (at_T < begin + reply) for begin in begins]).any(0)
     score_B = torch.arange(rows).remainder(2).to(wide)
-    return Batch(
+    batch = Batch(
         tokens=torch.arange(math.prod(shape), dtype=TOKEN_INT).remainder(job.model.config.vocab).view(shape),
         mask=written_T.expand(shape).clone(),
         length=torch.full((rows,), length, dtype=torch.int64),
@@ -440,11 +441,13 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         truncated=torch.ones(rows, dtype=torch.bool),
         rollout_logp=torch.zeros(shape, dtype=wide),
         routes=torch.zeros(*shape, choices, dtype=TOKEN_INT) if job.settings.routers.router_replay else None,
-        kept_counts=torch.zeros(shape, dtype=TOKEN_INT) if job.settings.sampling.mask_replay else None,
         greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
         demonstration=torch.zeros(shape, dtype=torch.bool) if learns_from_demonstrations(job.algorithm) else None,
         **(_episode_fields(job, shape, begins, wide) if has_environment(job.settings) else {}),
     )
+    if not job.settings.sampling.mask_replay:
+        return batch
+    return declare(batch, KEPT_FIELDS)._replace(kept_counts=torch.zeros(shape, dtype=TOKEN_INT))
 
 
 def _episode_fields(job: Job, shape: tuple[int, int], begins: list[int], dtype: torch.dtype) -> dict[str, Tensor]:

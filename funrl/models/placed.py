@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import Batch
+from funrl.batch import Batch, schema_of
 from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_divergence import linear_divergence
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
@@ -258,7 +258,7 @@ class Placed:
 
     def _kept_after(self, batch: Batch, at_N: Tensor | slice) -> KeptTokens | None:
         """The tokens that could be sampled after some of the hidden states; None: nothing was truncated."""
-        if batch.get("kept") is None:
+        if "kept" not in schema_of(batch) or batch.get("kept") is None:
             return None
         if self.mesh.size(SEQUENCE) > 1:
             raise ModelError("ranks of sequence split a row's tokens, and not what could be sampled at them")

@@ -119,6 +119,7 @@ def on_one_rank():
 def test_every_mesh_replays_the_same(mesh, generate):
     steps = run_steps(2, **REPLAYED, mesh=mesh, generate_mesh=generate)
     assert_same(steps, on_one_rank(), 1e-9)
+    assert all(metrics[GAP_METRIC] == 0 for metrics in steps["metrics"])
 
 
 @pytest.mark.parametrize(

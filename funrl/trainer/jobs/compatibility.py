@@ -175,8 +175,6 @@ def sampled_fields(settings: Settings, given: Given = NOTHING_GIVEN) -> set[str]
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")
-    if not settings.sampling.mask_replay:
-        absent |= {"kept", "kept_counts"}
     episodes = has_environment(settings, given)
     if settings.rewards.process_reward_model is None and not episodes:
         absent.add("token_reward")

@@ -21,6 +21,7 @@ from torch import Tensor
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
+from funrl.fields import KEPT_FIELDS
 from funrl.kinds import Ragged
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -392,7 +393,6 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     # that could be sampled the trainer's distribution is truncated too.
     batch = Batch(
         **token_fields(spans, form._replace(dtype=done.dtype, raw=sampling.reshaped and not form.kept), device),
-        **(kept_fields(done.completions, prompts, device) if form.kept else {}),
         length=length_R,
         group=torch.arange(len(length_R), device=device) // samples,
         score=done.score.to(done.dtype) if scored else None,
@@ -401,7 +401,10 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
         failed=done.failed,
     )
     like = next((x.owned.values for x in examples if x.owned is not None), None)
-    return with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
+    rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
+    if not form.kept:
+        return rows
+    return rows.declaring(KEPT_FIELDS).with_fields(**kept_fields(done.completions, prompts, device))
 
 
 def kept_fields(
