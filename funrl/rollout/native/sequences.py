@@ -365,9 +365,9 @@ class RunningSequences:
 
     def _record_kept(self, slots: np.ndarray, bits_RB: np.ndarray) -> None:
         for slot, ids in zip(slots.tolist(), unpack_ids(bits_RB), strict=True):
-            sequence = self._running(slot)
-            assert sequence.kept is not None
-            sequence.kept.append(ids)
+            kept = self._running(slot).kept
+            if kept is not None:
+                kept.append(ids)
 
     def take_released(self) -> list[RunningSequence]:
         """Sequences that ended since the last call; they still hold pages."""
