@@ -7,6 +7,8 @@ import torch
 from small_runs import GRPO, PPO, assert_same, begin, run_steps, scored_batch, small_job
 
 from funrl import trees
+from funrl.algos.recipes.chord import chord
+from funrl.algos.recipes.prime import prime
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import single
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -132,9 +134,12 @@ def test_every_mesh_replays_the_same(mesh, generate):
         ({"top_p": 0.9, "staleness": 1, "place": "train:dp1 generate:dp1"}, "--mask_replay with --"),
         ({"top_p": 0.9, "mesh": "sp2"}, "--mask_replay with --mesh=sp2: sp splits the tokens"),
         ({"top_p": 0.9, "task": "calculator"}, "--mask_replay with --task=calculator: the rows of episodes"),
+        ({"top_p": 0.9, "compose": chord}, "--mask_replay: demonstrations, which the algorithm reads"),
+        ({"top_p": 0.9, "compose": prime}, "--mask_replay: the implicit_reward's log-probabilities are not truncated"),
+        ({"top_p": 0.9, "backend": "xla"}, "--mask_replay with --backend=xla: give --backend=torch"),
         ({"top_p": 0.9, "task": "arithmetic_moe"}, "a model with experts is not replayed"),
     ],
 )
 def test_what_is_not_replayed_is_refused(how, message):
     with pytest.raises(SettingsError, match=message):
-        small_job(GRPO, sizes=None, mask_replay=True, **how)
+        small_job(**{"compose": GRPO, "sizes": None, "mask_replay": True} | how)

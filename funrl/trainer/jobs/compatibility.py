@@ -16,6 +16,7 @@ from funrl.models import Model, ModelConfig
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
+from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools
 from funrl.trainer.jobs.sharding import (
@@ -295,6 +296,10 @@ def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm
         flag = environment_flag(settings, given)
         raise settings.refusal(
             f"{{mask_replay}} with {flag}: the rows of episodes do not have the tokens; leave it out"
+        )
+    if learns_from_demonstrations(algorithm):
+        raise settings.refusal(
+            "{mask_replay}: demonstrations, which the algorithm reads, were not sampled; leave it out"
         )
     renormalised = {"policy", "reference", "critic", *SCORING_ROLES}
     others = [name for name in models if name not in renormalised]
