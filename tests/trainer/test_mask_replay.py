@@ -117,9 +117,18 @@ def on_one_rank():
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh,generate", [("dp2", None), ("tp2", None), ("dp2,tp2", "tp4"), ("dp4", "dp2,tp2")])
-def test_every_mesh_replays_the_same(mesh, generate):
-    steps = run_steps(2, **REPLAYED, mesh=mesh, generate_mesh=generate)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"mesh": "dp2", "fsdp": True},
+        {"mesh": "tp2"},
+        {"mesh": "dp2,tp2", "generate_mesh": "tp4"},
+        {"mesh": "dp4", "generate_mesh": "dp2,tp2"},
+    ],
+    ids=str,
+)
+def test_every_mesh_replays_the_same(mesh):
+    steps = run_steps(2, **REPLAYED, **mesh)
     assert_same(steps, on_one_rank(), 1e-9)
     assert all(metrics[GAP_METRIC] == 0 for metrics in steps["metrics"])
 
