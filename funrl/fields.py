@@ -405,3 +405,7 @@ FIELDS = Schema(
     ),
     divergence=Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable"),
 )
+KEPT_FIELDS = Schema(  # of rows with --mask_replay
+    kept=Field("ragged", "source", "ids that truncated sampling could take, one token after another", dtype="int"),
+    kept_counts=Field("token", "source", "number of these ids at a token; 0: nothing was truncated", dtype="int"),
+)

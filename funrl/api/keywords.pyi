@@ -121,6 +121,7 @@ class TrainKeywords(SharedKeywords, total=False):
     top_k: WholeValue
     top_p: NumberValue
     min_p: NumberValue
+    mask_replay: TruthValue
     repetition_penalty: NumberValue
     max_refills: WholeValue
     empty_filter: TextValue
