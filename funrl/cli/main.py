@@ -90,9 +90,7 @@ def _main(argv: list[str]) -> int:
         asks_help = any(text in flags.HELP for text in argv[2:])
         if name in COMMANDS:
             if asks_help:
-                print(
-                    inference_help(name) if name in EXPLAINED else f"{COMMANDS[name].summary}: {COMMANDS[name].usage}"
-                )
+                print(_command_help(name))
                 return 0
             return _command(name)(argv[1:])
     except (ValueError, OSError, ImportError) as error:
@@ -102,6 +100,14 @@ def _main(argv: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return _program(name, argv[2:])
+
+
+def _command_help(name: str) -> str:
+    if name == "plan":
+        from funrl.cli.plan import plan_help
+
+        return plan_help()
+    return inference_help(name) if name in EXPLAINED else f"{COMMANDS[name].summary}: {COMMANDS[name].usage}"
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -23,7 +23,7 @@ from funrl.cli.line import program_words
 from funrl.cli.usages import COMMANDS
 from funrl.cost.dry_run import tokens_of
 from funrl.cost.report import DEFAULT
-from funrl.cost.schedules import simulate_shared
+from funrl.cost.schedules import LoggedLengths, lengths_of, simulate_shared
 from funrl.cost.search import place_search, search
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
 from funrl.cost.verdict import (
@@ -39,6 +39,7 @@ from funrl.cost.verdict import (
 from funrl.flags import parser as flags
 from funrl.flags.arguments import full_source
 from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.trainer.jobs.prepare import new_tokens
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least, one_of, parts
 from funrl.trainer.settings.settings import Settings, settings_flags, with_flags
 
@@ -146,9 +147,10 @@ def plan_command(argv: Sequence[str]) -> int:
     _check_launch(given, own, hardware)
     settings = with_flags(with_models(command).settings, hardware=hardware)
     devices = HARDWARE[hardware]._replace(node=given["gpus_per_node"])
+    cut = _cut_lengths(settings)  # before the searches, so that a wrong file is refused at once
     plans, problems = _plans(counts, settings, command.compose, devices)
     price = given["gpu_price"]
-    print("\n".join([*plans_table(plans, hardware, price), *problems]))
+    print("\n".join([*plans_table(plans, hardware, price), *problems, *cut]))
     print(f"\n{errors_text()}\n")
     bounds = [x for x in (given["gpu_hours"], given["budget"] and given["budget"] / price) if x is not None]
     possible = [plan for plan in plans if plan.fits and plan.gpu_hours <= min(bounds, default=math.inf)]
@@ -165,6 +167,14 @@ def plan_command(argv: Sequence[str]) -> int:
     if given["launch"] is not None:
         _write_launch(given, launch_text(given, best, text, settings))
     return 0
+
+
+def plan_help() -> str:
+    """The help of `funrl plan`: its own flags; those of the run are in the help of the experiment."""
+    command = COMMANDS["plan"]
+    summary = f"{command.summary}. Flags of the run: funrl NAME --help."
+    whole = flags.help_text(command.usage, summary, PLAN_FLAGS, None).replace("\nThe algorithm:\n", "\nThe plan:\n")
+    return "\n".join([command.usage, *whole.splitlines()[1:]])
 
 
 def own_flags(command: Command, experiment: Experiment) -> dict[str, Any]:
@@ -255,6 +265,16 @@ def _plans(
     if not plans:
         raise SettingsError("\n".join(problems))
     return plans, problems
+
+
+def _cut_lengths(settings: Settings) -> list[str]:
+    """A line on the completions of --lengths that are longer than they may be. Raises: SettingsError, it has none."""
+    if settings.estimate.lengths is None:
+        return []
+    lengths = lengths_of(settings, new_tokens(settings))
+    if not isinstance(lengths, LoggedLengths) or not lengths.cut:
+        return []
+    return [f"{lengths.cut} of {len(lengths.tokens)} lengths are cut at {lengths.most} tokens (--max_new_tokens)"]
 
 
 def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) -> list[str]:

@@ -89,6 +89,7 @@ from funrl.trainer.sources.completion_scores import end_values
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.optimizer import check_freeze
 from funrl.trainer.steps.parts import GeneratingParts, Generator, JudgeJob, Parts, without_generator
 from funrl.trainer.steps.roles import Role, bases
 from funrl.trainer.steps.step_rows import Rows, moved
@@ -417,6 +418,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models = models_of(algorithm, settings, model, None, read_model)
     check_owned_values(settings, models.models, algorithm)
+    check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     generating = check_meshes(settings, models.models, sizes, memory)
     devices = JobDevices(sizes=sizes, generate_sizes=generating, device="cpu")
     if kind == "supervised":

@@ -41,7 +41,7 @@ from funrl.models import Model
 from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.settings import Settings, with_flags
 
 GRAPH_KERNELS = 10  # of a layer, in a CUDA graph, whose launches are in part hidden
@@ -180,6 +180,7 @@ class LoggedLengths(NamedTuple):
 
     Attributes:
       tokens: of each completion, in ascending order.
+      cut: number of completions that were longer in the log than a completion may be.
 
     Example:
       >>> LoggedLengths((2, 3, 7)).mean
@@ -187,6 +188,7 @@ class LoggedLengths(NamedTuple):
     """
 
     tokens: Sequence[float]
+    cut: int = 0
 
     @property
     def most(self) -> int:
@@ -305,7 +307,7 @@ def logged_lengths(path: Path, most: int) -> LoggedLengths:
       LengthError: a line is another, or there is none.
     """
     lengths = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             value = json.loads(line)
         except ValueError:
@@ -318,7 +320,12 @@ def logged_lengths(path: Path, most: int) -> LoggedLengths:
         lengths.append(value)
     if not lengths:
         raise LengthError(f"{path} has no lengths")
-    return LoggedLengths(tuple(sorted(min(length, most) for length in lengths)))
+    return _cut_lengths(lengths, most)
+
+
+def _cut_lengths(lengths: Sequence[int], most: int) -> LoggedLengths:
+    tokens = tuple(sorted(min(length, most) for length in lengths))
+    return LoggedLengths(tokens, cut=sum(length > most for length in lengths))
 
 
 def lengths_of_run(directory: Path, most: int) -> Lengths:
@@ -336,7 +343,7 @@ def lengths_of_run(directory: Path, most: int) -> Lengths:
         saved = open_rows(folder, step)
         masks = saved.lines("drawn", range(len(saved.owner("drawn"))), names=["mask"])["mask"]
         lengths += [count for mask in masks if (count := int(mask.sum()))]
-    return LoggedLengths(tuple(sorted(min(x, most) for x in lengths))) if lengths else law_of_run(directory)
+    return _cut_lengths(lengths, most) if lengths else law_of_run(directory)
 
 
 NEVER = np.inf
@@ -772,16 +779,17 @@ def lengths_of(settings: Settings, most: int) -> Lengths:
       most: tokens of the longest completion.
 
     Raises:
-      LengthError: --lengths has none.
+      SettingsError: --lengths has none.
     """
     text = settings.estimate.lengths
     if text is None:
         return law_of_mean(most / 2, most)
     path = Path(text)
     most *= turns_of(settings).replies
-    if path.is_dir():
-        return lengths_of_run(path, most)
-    return logged_lengths(path, most) if path.is_file() else parse_lengths(text)
+    with blaming(f"lengths={text}"):
+        if path.is_dir():
+            return lengths_of_run(path, most)
+        return logged_lengths(path, most) if path.is_file() else parse_lengths(text)
 
 
 class TracedRanks(NamedTuple):

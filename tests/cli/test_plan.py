@@ -2,15 +2,18 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
+from funrl.cli import plan
 from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
-from funrl.cli.plan import LAUNCHERS, RunPlan, launch_text, own_flags, plan_command, plan_on
+from funrl.cli.main import main
+from funrl.cli.plan import LAUNCHERS, PLAN_FLAGS, RunPlan, launch_text, own_flags, plan_command, plan_on
 from funrl.cost.tracing.hardware import HARDWARE
-from funrl.cost.verdict import quoted_flags
+from funrl.cost.verdict import errors_text, quoted_flags
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
@@ -18,10 +21,10 @@ COMMAND = "funrl grpo --model=/shared/model --mesh=dp16 --run_dir=/shared/runs/F
 ON_16 = RunPlan(16, {"mesh": "dp16"}, nbytes=6e10, fits=True, step_s=300.0, tokens_per_s=4e4, hours=2.5)
 
 
-def written(launcher, plan=ON_16, hardware="h200", per_node=8):
+def written(launcher, best=ON_16, hardware="h200", per_node=8):
     settings = settings_of(run_dir="/shared/runs/First_one", hardware=hardware)
     given = {"launch": launcher, "image": "here/funrl:1", "storage": "mine", "gpus_per_node": per_node}
-    return launch_text(given, plan, COMMAND, settings)
+    return launch_text(given, best, COMMAND, settings)
 
 
 def torchrun_words(text):
@@ -112,6 +115,43 @@ def test_smaller_nodes_have_slower_sums():
 def test_what_cannot_be_planned_is_refused_before_the_search(flags, problem):
     with pytest.raises(SettingsError, match=re.escape(problem)):
         plan_command(["plan", "grpo", *flags.split()])
+
+
+def test_lengths_are_read_before_the_search_and_cut_at_what_a_completion_may_have(tmp_path, monkeypatch, capsys):
+    searched = []
+    monkeypatch.setattr(plan, "_plans", lambda *args: (searched.append(args), ([ON_16], []))[1])
+    file = tmp_path / "lengths"
+    flags = ["plan", "grpo", "--gpus=1", "--max_new_tokens=8", f"--lengths={file}"]
+    file.write_bytes(b"3\n\xff\n")
+    with pytest.raises(SettingsError, match=f"^--lengths={file}: {file}:2: give a number of tokens a line"):
+        plan_command(flags)
+    assert not searched
+    file.write_text("3\n8\n9\n40\n")
+    assert plan_command(flags) == 0 and searched
+    assert "\n2 of 4 lengths are cut at 8 tokens (--max_new_tokens)\n" in capsys.readouterr().out
+
+
+def test_a_start_file_is_not_written_for_weights_that_are_not_there(tmp_path):
+    flags = ["--freeze=nosuch", "--gpus=1", "--launch=slurm", "--run_dir=/s/r", f"--to={tmp_path / 'run.sbatch'}"]
+    with pytest.raises(SettingsError, match="--freeze=nosuch: no weight's name begins with 'nosuch'"):
+        plan_command(["plan", "grpo", *flags])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_has_the_errors_that_a_plan_prints():
+    page = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
+    assert errors_text() in "\n".join(line.strip() for line in page.splitlines())
+
+
+def test_the_help_has_the_flags_of_a_plan_with_their_defaults(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["funrl", "plan", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "The algorithm" not in printed and max(map(len, printed.splitlines())) <= 100
+    words = " ".join(printed.split())
+    for flag in PLAN_FLAGS:
+        default = "" if flag.default is None else f"={flag.default}"
+        assert f" --{flag.name}{default} {flag.help()}" in words
 
 
 def test_containers_get_absolute_paths(tmp_path, monkeypatch):

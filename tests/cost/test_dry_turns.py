@@ -103,14 +103,39 @@ def test_a_trace_has_waits_or_spans(tmp_path):
         ("turn", "3", "e", *seconds(14, 15)),
     )
     other = line_of_spans(("episode", "e", "g", *seconds(10, 17)), ("generate", "p", "", *seconds(0, 20)))
-    file.write_text(f'{{"waits": [0.5, 1]}}\n{{"waits": []}}\n{spans}\n{other}\n')
+    file.write_text(f'{{"waits": [0.5, 1]}}\n\n{{"waits": []}}\n{spans}\n{other}\n')
     assert read_trace(file) == [EpisodeWaits(3, 1.5), EpisodeWaits(1, 0.0), EpisodeWaits(3, 4.0)]
     turns = turns_of(settings_of(task="calculator", dry_run=True, tool_trace=str(file), episode_turns=8))
     assert (turns.replies, turns.waits) == (3, (0.0, 1.5, 4.0)) and turns.seconds == 5.5 / 3 / 2
-    for text in ("", '{"waits": [-1]}\n', '{"seconds": 3}\n', "3\n"):
-        file.write_text(text)
-        with pytest.raises(SettingsError, match=f"--tool_trace={file}"):
-            read_trace(file)
+    with pytest.raises(
+        SettingsError, match=f"--tool_trace={file}: an episode of 3 replies, more than --episode_turns=2"
+    ):
+        turns_of(settings_of(task="calculator", dry_run=True, tool_trace=str(file), episode_turns=2))
+    file.write_text("\n")
+    with pytest.raises(SettingsError, match=f"--tool_trace={file}: it has no episode with turns"):
+        read_trace(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"waits": [-1]}',
+        '{"waits": [1e308, 1e308]}',
+        '{"waits": [NaN]}',
+        '{"waits": [1' + "0" * 400 + "]}",
+        '{"waits": "12"}',
+        '{"waits": [true]}',
+        '{"seconds": 3}',
+        "3",
+        line_of_spans(("turn", "1", "e", "0", "1e9")),
+        line_of_spans(("episode", "1", "", "0", "1" + "0" * 400)),
+    ],
+)
+def test_a_wrong_line_of_a_trace_is_named(tmp_path, text):
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f'{{"waits": [1]}}\n\n{text}\n')
+    with pytest.raises(SettingsError, match=f"--tool_trace={file}:3: each line has to be"):
+        read_trace(file)
 
 
 def test_pages_of_waiting_episodes_are_held_while_there_is_room():

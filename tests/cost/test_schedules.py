@@ -156,17 +156,17 @@ def test_lengths_of_a_log_are_drawn_as_often_as_they_are_there(tmp_path, lines):
     log = tmp_path / "lengths"
     log.write_text(lines)
     lengths = logged_lengths(log, most=32)
-    assert lengths == LoggedLengths((3, 3, 7, 32)) and (lengths.mean, lengths.most) == (11.25, 32)
+    assert lengths == LoggedLengths((3, 3, 7, 32), cut=1) and (lengths.mean, lengths.most) == (11.25, 32)
     drawn = lengths.draw(np.random.default_rng(0), 4000, 16)
     shares = [(drawn == tokens).mean() for tokens in (3, 7, 32)]
     assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.01)
     assert drawn.var(axis=1).mean() < 0.7 * drawn.var()  # completions of a prompt have something in common
 
 
-@pytest.mark.parametrize("lines", ["", "3.5\n", "0\n", "true\n", '{"length": 3}\n', "3\nmany\n"])
+@pytest.mark.parametrize("lines", ["", "3.5\n", "0\n", "true\n", '{"length": 3}\n', "3\nmany\n", "3\n\xff\n"])
 def test_a_log_without_lengths_is_refused(tmp_path, lines):
     log = tmp_path / "lengths"
-    log.write_text(lines)
+    log.write_text(lines, encoding="latin1")
     with pytest.raises(LengthError, match=str(log)):
         logged_lengths(log, most=32)
 

@@ -116,13 +116,19 @@ def turns_of(settings: Settings) -> Turns:
     turns, context = embedded_task(settings.examples.task).turns if own else (TURNS, TURN_TOKENS)
     assumed = settings.estimate
     most = settings.environments.episode_turns
-    trace = [] if assumed.tool_trace is None else read_trace(Path(assumed.tool_trace))
-    turns = max((episode.replies for episode in trace), default=turns)
-    waits = tuple(sorted(episode.seconds for episode in trace))
     if (assumed.assume_turns or 1) > most:
         raise SettingsError(
             f"--assume_turns={assumed.assume_turns} is more than --episode_turns={most}; raise that one"
         )
+    trace = [] if assumed.tool_trace is None else read_trace(Path(assumed.tool_trace))
+    traced = max((episode.replies for episode in trace), default=0)
+    if traced > most:
+        raise SettingsError(
+            f"--tool_trace={assumed.tool_trace}: an episode of {traced} replies, more than --episode_turns={most}; "
+            "raise that one"
+        )
+    turns = traced or turns
+    waits = tuple(sorted(episode.seconds for episode in trace))
     replies = assumed.assume_turns or min(turns, most)
     context = context if assumed.assume_turn_tokens is None else assumed.assume_turn_tokens
     seconds = assumed.assume_tool_seconds or 0.0

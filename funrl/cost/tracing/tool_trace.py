@@ -8,7 +8,6 @@ file: those that a run with --report_to=otel exports. There an episode waits whi
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 from funrl.trainer.settings.declaration import SettingsError
 
 NANOSECONDS = 1e9  # of a second
+LONGEST = 1e9  # seconds of an episode's waits, about 30 years
+TIMES = range(2**64)  # of a span: OTLP has 64 bits for them
 
 
 class EpisodeWaits(NamedTuple):
@@ -31,49 +32,78 @@ class EpisodeWaits(NamedTuple):
     seconds: float
 
 
+class Span(NamedTuple):
+    """A span of a trace.
+
+    Attributes:
+      name: such as "episode" or "turn".
+      key: its trace and itself.
+      parent: its trace and the span that it is in.
+      interval: its start and end in nanoseconds.
+    """
+
+    name: str
+    key: tuple[str, str]
+    parent: tuple[str, str]
+    interval: tuple[int, int]
+
+
 def read_trace(path: Path) -> list[EpisodeWaits]:
-    """The episodes of a trace.
+    """The episodes of a trace. Blank lines are skipped.
 
     Raises:
       SettingsError: a line is neither form, or there is no episode.
     """
     episodes: list[EpisodeWaits] = []
-    spans: list[Mapping[str, Any]] = []
-    try:
-        for line in path.read_text().splitlines():
+    spans: list[Span] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
             message = json.loads(line)
             if "resourceSpans" in message:
                 spans += _spans(message)
             else:
-                waits = [float(seconds) for seconds in message["waits"]]
-                if not all(math.isfinite(seconds) and seconds >= 0 for seconds in waits):
-                    raise ValueError(waits)
-                episodes.append(EpisodeWaits(len(waits) + 1, sum(waits)))
-        episodes += _traced_episodes(spans)
-    except (ValueError, TypeError, KeyError) as error:
-        forms = '{"waits": [SECONDS, ...]} or spans of OTLP'
-        raise SettingsError(f"--tool_trace={path}: each line has to be {forms}: {error!r}") from error
+                episodes.append(_episode(message["waits"]))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            forms = '{"waits": [SECONDS, ...]} or spans of OTLP'
+            raise SettingsError(f"--tool_trace={path}:{number}: each line has to be {forms}: {error!r}") from error
+    episodes += _traced_episodes(spans)
     if not episodes:
         raise SettingsError(f"--tool_trace={path}: it has no episode with turns")
     return episodes
 
 
-def _spans(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _episode(waits: object) -> EpisodeWaits:
+    """The episode of a line. Raises: ValueError, the waits are not a list of seconds, or too long."""
+    if not isinstance(waits, list) or not all(type(seconds) in (int, float) and seconds >= 0 for seconds in waits):
+        raise ValueError(f"waits={waits!r}"[:100])
+    if not sum(waits) <= LONGEST:
+        raise ValueError(f"waits of more than {LONGEST:g} seconds")
+    return EpisodeWaits(len(waits) + 1, float(sum(waits)))
+
+
+def _spans(message: Mapping[str, Any]) -> Iterator[Span]:
     for resource in message["resourceSpans"]:
         for scope in resource["scopeSpans"]:
-            yield from scope["spans"]
+            for span in scope["spans"]:
+                name, trace = span["name"], str(span["traceId"])
+                parent = span["parentSpanId"] if name == "turn" else ""
+                interval = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+                if interval[0] not in TIMES or interval[1] not in TIMES:
+                    raise ValueError(f"times {interval}")
+                yield Span(name, (trace, str(span["spanId"])), (trace, str(parent)), interval)
 
 
-def _traced_episodes(spans: Iterable[Mapping[str, Any]]) -> Iterator[EpisodeWaits]:
+def _traced_episodes(spans: Iterable[Span]) -> Iterator[EpisodeWaits]:
     """Episodes with at least one turn among the spans of a trace."""
     turns: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     episodes = {}
     for span in spans:
-        interval = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
-        if span["name"] == "turn":
-            turns[span["traceId"], span["parentSpanId"]].append(interval)
-        elif span["name"] == "episode":
-            episodes[span["traceId"], span["spanId"]] = interval
+        if span.name == "turn":
+            turns[span.parent].append(span.interval)
+        elif span.name == "episode":
+            episodes[span.key] = span.interval
     for key, (begin, end) in episodes.items():
         waited = end - begin
         last = begin

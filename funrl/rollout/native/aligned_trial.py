@@ -86,7 +86,7 @@ def _trial_problem(model: Model, dtype: torch.dtype, mesh: Mesh) -> str | None:
     leaves = trees.map(lambda x: x.clone().requires_grad_(), params)
     scores = _score_rows(placed, leaves, rows, lengths, order)
     whole = [x.detach().cpu().double() for x in scores]
-    gap = max((x - y).abs().max().item() for x, y in zip(whole, logps, strict=True))
+    gap = torch.stack([(x - y).abs().max() for x, y in zip(whole, logps, strict=True)]).max()  # NaN if one is
     if gap != 0:
         return f"engine and trainer differ by {gap:.3g} nats"
     with torch.no_grad():
@@ -164,7 +164,7 @@ def _error_problem(
     scores, leaves = trained
     wide = trees.map(lambda x: x.detach().cpu().double().requires_grad_(), params)
     expected = _score_rows(place(model, SINGLE, dtype=torch.float64), wide, *texts, list(range(len(scores))))
-    error = max((x.cpu() - y).abs().max().item() for x, y in zip(scores, expected, strict=True))
+    error = torch.stack([(x.cpu() - y).abs().max() for x, y in zip(scores, expected, strict=True)]).max()
     if not error < tolerances[0]:
         return f"log-probabilities differ by {error:.2g} nats from those in float64"
     grads, right = (
@@ -175,6 +175,6 @@ def _error_problem(
     )
     norms = [y.norm().item() for y in right]
     least = 0.01 * math.hypot(*norms)  # a gradient may be 0, as by a bias of all keys
-    errors = [(x.cpu().double() - y).norm().item() / (least + n) for x, y, n in zip(grads, right, norms, strict=True)]
-    error = max(errors)
+    errors = [(x.cpu().double() - y).norm() / (least + n) for x, y, n in zip(grads, right, norms, strict=True)]
+    error = torch.stack(errors).max()
     return None if error < tolerances[1] else f"gradients differ by {error:.1%} from those in float64"

@@ -244,7 +244,8 @@ class Flag(NamedTuple):
     def conditions(self) -> list[str]:
         """Flags and parts of a run that it needs, and flags that it does not go with."""
         needed = [re.sub(r"{(\w+)}", r"--\1", PARTS_NEEDED[need]) for need in self.needs]
-        needed += [f"--{self.requires}"] if self.requires else []
+        planned = " or funrl plan" if self.requires == "dry_run" and self.name != "json" else ""
+        needed += [f"--{self.requires}{planned}"] if self.requires else []
         return [*(f"needs {text}" for text in needed), *(f"not with --{other}" for other in self.unless)]
 
 

@@ -23,11 +23,13 @@ from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.rules import rest_axes
 from funrl.mesh.sums import RestSums, psum_tree, sum_rest
+from funrl.models.vision.model import VISION
 from funrl.models.weight_dtypes import cast_weights, renew_copies
 from funrl.optim import global_norm, step_
 from funrl.optim.gradients import add_gradients, widened
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.engine_gap import engine_gap, gap_metrics
+from funrl.trainer.steps.optimizer import is_constant
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import (
     ROUTER_COUNTS,
@@ -213,8 +215,11 @@ class LastMicroBatch:
         self.before: list[Tensor | None] = [None] * len(self.params) if grads is None else trees.leaves(grads)
         self.joined = sums
         rest = rest_axes(role.stored, role.compute, role.placed.mesh, partial=role.partial)
-        self.sums = RestSums(role.stored, rest, [x.dtype for x in self.params], role.placed.mesh)
+        names = [name for name, _ in trees.named(params)]
+        late = [i for i, name in enumerate(names) if name.startswith(f"{VISION}/")]  # used before all layers
+        self.sums = RestSums(role.stored, rest, [x.dtype for x in self.params], role.placed.mesh, late)
         self.missing = set(range(len(self.params)))
+        self.constant = [i for i, name in enumerate(names) if is_constant(name, role.placed.model, role.frozen)]
 
     def objective(self, *args: Any) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
         """The function `objective`; its numerators and metrics are summed with the first gradients."""
@@ -222,10 +227,24 @@ class LastMicroBatch:
         detached = trees.map(lambda x: x.detach() if isinstance(x, Tensor) else x, results)
         self.joined = _joined(self.joined, *detached)
         self.sums.begin(self.joined[0])
+        self._add_zeros()
         return value, results
+
+    def _add_zeros(self) -> None:
+        """Add the gradients of constant weights, so that no bucket waits for them."""
+        for i in self.constant:
+            if self.sums.rest[i]:  # else it is in no bucket
+                weight = self.params[i]
+                before = self.before[i]
+                zeros = weight.new_zeros(()).expand(weight.shape)  # without memory before they are sent
+                self.before[i] = None
+                self.missing.remove(i)
+                self.sums.add(i, zeros if before is None else widened(before, weight))
 
     def add(self, i: int, grad: Tensor) -> None:
         """Add the gradient of a weight to those before it."""
+        if i not in self.missing:
+            return  # zeros of a constant weight, which were added before
         before = self.before[i]
         self.before[i] = None
         self.missing.remove(i)
