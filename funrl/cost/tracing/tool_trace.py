@@ -2,7 +2,7 @@
 
 A trace is a file of JSON lines. A line is an episode, `{"waits": [0.3, 1.2]}`, with the seconds of the environment
 before each reply but the first; or spans of OpenTelemetry in the JSON form of OTLP, as a collector writes them to a
-file: those that a run with --report_to=otel exports. There an episode waits while none of its turns is under way.
+file: a run with --report_to=otel exports them. There an episode waits while none of its turns is under way.
 """
 
 from __future__ import annotations
