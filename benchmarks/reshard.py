@@ -135,7 +135,7 @@ def flat(pairs: list[Pair], mesh: Mesh) -> Method:
 
 def dtensor(pairs: list[Pair], mesh: Mesh, devices: DeviceMesh) -> Method:
     def placements(layout: Layout) -> list:
-        split = [[d for d, axes in enumerate(layout.spec) if axis in axes] for axis in ("data", "tensor")]
+        split = [[d for d, axes in enumerate(layout.spec) if axis in axes] for axis in ("tensor", "data")]
         return [Shard(dims[0]) if dims else Replicate() for dims in split]
 
     def run(leaves: list[Tensor]) -> list[Tensor]:
@@ -178,7 +178,9 @@ def measure(title: str, source: tuple[Rules, str], target: tuple[Rules, str], fi
     """A line for a pair of layouts: its bytes (moved, least, all-gathered) and each method's median time."""
     shapes, axes = tree_of_weights()
     mesh = view(first, parse(source[1]))
-    devices = DeviceMesh("cpu", torch.arange(8).view(mesh.sizes["data"], -1), mesh_dim_names=("data", "tensor"))
+    # DTensor splits a dim by the mesh's dims in their order: first by tensor, and these parts by data, as `fsdp` does.
+    ranks = torch.arange(8).view(mesh.sizes["data"], -1).T
+    devices = DeviceMesh("cpu", ranks, mesh_dim_names=("tensor", "data"))
     src, dst = (rules.layouts(shapes, axes, table, parse(text)) for table, text in (source, target))
     made, pairs = plan(src, dst, torch.float32), pairs_of(src, dst)
     tree = trees.map(lambda layout: part(layout, first.rank), src)

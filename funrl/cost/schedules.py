@@ -95,7 +95,7 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
     whole = trees.count(model.shapes)
     table = model.config.vocab * model.config.embed
     tables = table * (1 if model.config.tied or not model.generates else 2)
-    tabled = tables / (1 if model.config.tied else 2) + cost.looked_up  # of which few rows are read
+    tabled = tables / (1 if model.config.tied else 2) + cost.looked_up  # few of their rows are read
     dense = whole - own - tabled
     routers = model.abilities.routers
     layers = model.config.layers
@@ -475,8 +475,8 @@ class AsyncRun(NamedTuple):
       slots: rows that a replica runs together at most: see `rows_together`.
       update: times of the trainer.
       transfer: seconds from the end of an update until the generators hold its weights.
-      environment: seconds that environments take of an episode, one of which each episode draws.
-      pieces: updates of a batch, each of which begins as soon as its groups can be consumed.
+      environment: seconds that environments may take of an episode; each episode draws one.
+      pieces: updates of a batch; each begins as soon as its groups can be consumed.
     """
 
     rule: LedgerRule
@@ -916,12 +916,12 @@ def shared_split(
 
 
 def split_key(split: DeviceSplit) -> tuple[bool, float]:
-    """Sort key of splits: those that fit first, by the seconds of a step."""
+    """Sort key of splits: fitting splits first, by the seconds of a step."""
     return not split.fits, split.result.step
 
 
 def _counts(everything: int, unit: int, tensor: int) -> Sequence[int]:
-    """Numbers of devices of a trainer: some of those that leave whole replicas for generation, evenly spaced."""
+    """Numbers of devices of a trainer: some numbers that leave whole replicas for generation, evenly spaced."""
     counts = [n for n in range(unit, everything, unit) if (everything - n) % tensor == 0]
     stride = math.ceil((len(counts) + 1) / MOST_SPLITS)
     return counts[stride - 1 :: stride]

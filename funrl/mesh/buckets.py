@@ -276,7 +276,7 @@ def _rounds(plan: Plan, bucket_bytes: int, native: bool, donates: bool) -> tuple
         if gathers:
             rounds += _gathers(plan, leaves, staged_bytes(plan.route(leaves[0]), bucket_bytes))
             continue
-        if not donates:  # leaves of one route follow each other, whose windows are alike
+        if not donates:  # leaves of one route follow each other: their windows are the same
             leaves = sorted(leaves, key=lambda leaf: plan.takes[leaf])
         rounds += _exchanges(plan, leaves, bucket_bytes, donates)
     return tuple(rounds)
@@ -319,7 +319,7 @@ def staged_bytes(route: Route, bucket_bytes: int) -> int:
 
 
 def _parts(largest: int, most: int, staged: Callable[[int], int]) -> int:
-    """Number of parts of which each stages at most `most` bytes, or is one of `largest` elements."""
+    """Number of parts such that each stages at most `most` bytes, or has one of `largest` elements."""
     parts = 1
     while (cost := staged(parts)) > most and parts < largest:
         parts = min(largest, max(parts + 1, parts * cost // most))

@@ -26,11 +26,11 @@ from funrl.mesh.reshard import BUCKET_BYTES, Work, begin_reshard, exchange, fini
 
 INDEX_BYTES = 4
 INDEXED = 1 << 31  # numbers of a tensor: indices of this many do not fit, and CUDA does not look for them
-PATCH_BUCKET_BYTES = 4 * BUCKET_BYTES  # of the numbers that are patched in a step, of which few are staged
+PATCH_BUCKET_BYTES = 4 * BUCKET_BYTES  # of the numbers that are patched in a step; few of them are staged
 # Patches are sent if they have fewer bytes than this share of the weights.
 LARGEST_SHARE = 0.2
 BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHECKSUM_PIECE = 1 << 20  # numbers of which a checksum is added at a time
+CHECKSUM_PIECE = 1 << 20  # numbers that are added to a checksum at a time
 HEADER = 16  # bytes
 
 

@@ -38,7 +38,7 @@ from funrl.mesh.rules import Layout
 
 Box = tuple[tuple[int, int], ...]
 RANKS_PER_NODE = 8
-LONGEST_CHAIN = 8  # ranks through which a piece goes, each of which adds latency
+LONGEST_CHAIN = 8  # ranks that relay a piece; each adds latency
 
 
 class Transfers(NamedTuple):
@@ -363,7 +363,7 @@ def _by_box(boxes: dict[int, Box]) -> dict[Box, list[int]]:
 
 
 def _chains(needers: list[int], holders: int, turn: int) -> list[list[int]]:
-    """Divide the ranks that need a piece into chains, in each of which a rank relays the piece to the next.
+    """Divide the ranks that need a piece into chains: in a chain each rank relays the piece to the next.
 
     There are as many chains as ranks that hold the piece, and more where chains would be longer than `LONGEST_CHAIN`.
     Pieces begin at other ranks in turn, so that all of them receive as much from the holders.

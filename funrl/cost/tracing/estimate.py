@@ -47,7 +47,7 @@ class Turns(NamedTuple):
       replies: of the policy.
       context: tokens that come before each reply but the first.
       seconds: of the environment before each reply but the first, in the mean.
-      waits: seconds of the environment in whole episodes, in ascending order, by a trace; (): all are alike.
+      waits: seconds of the environment in whole episodes, in ascending order, by a trace; (): all have the same.
     """
 
     replies: int = 1
@@ -86,7 +86,7 @@ class EpisodeCost(NamedTuple):
       running: episodes that generate at a time.
       open: unfinished episodes at a time: running ones, and as many that wait as keep the engine busy and as
         --max_waiting lets begin.
-      read: tokens of later turns that the engine reads, those that are computed again left out.
+      read: tokens of later turns that the engine reads, without recomputed ones.
       recomputed: tokens whose pages were evicted while their episode waited.
       waited: seconds in which every unfinished episode waits for its environment.
       overlapped: other seconds of environments: an episode waits, others generate.
@@ -162,7 +162,7 @@ class Estimate(NamedTuple):
       phases: costs by name of the phase, in the order of a step.
       axes: name of each process group -> its mesh axes, such as "tp8", and their sizes.
       parameters: parameters of the trained model.
-      trained: number of those that are trained.
+      trained: number of trained parameters.
       useful: for each phase that packs rows, the useful share of the FLOPs that all ranks could do, where micro-batch i
         begins when all ranks have finished i - 1.
       left_out: descriptions of what is not counted.
@@ -325,9 +325,9 @@ class TracedLayers(NamedTuple):
 
 
 def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1) -> TracedLayers:
-    """The layers of a model to trace: at least `DEPTH` messages of each kind, and one more of those that have more.
+    """The layers of a model to trace: at least `DEPTH` messages of each kind, and one more where a kind has more.
 
-    Kinds of which as many messages are left have one more together.
+    Kinds with the same number of remaining messages have one more together.
 
     Args:
       joined, tower_joined: layers per message, of the decoder and of the tower; the last message has fewer if they do

@@ -2,7 +2,7 @@
 
 A trace is a file of JSON lines. A line is an episode, `{"waits": [0.3, 1.2]}`, with the seconds of the environment
 before each reply but the first; or spans of OpenTelemetry in the JSON form of OTLP, as a collector writes them to a
-file: those that a run with --report_to=otel exports. There an episode waits while none of its turns is under way.
+file: a run with --report_to=otel exports them. There an episode waits while none of its turns is under way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from funrl.trainer.settings.declaration import SettingsError
 
 NANOSECONDS = 1e9  # of a second
-LONGEST = 1e9  # seconds of an episode's waits, about 30 years
+LONGEST_WAITS_S = 1e9  # seconds of an episode's waits, about 30 years
 TIMES = range(2**64)  # of a span: OTLP has 64 bits for them
 
 
@@ -32,7 +32,7 @@ class EpisodeWaits(NamedTuple):
     seconds: float
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """A span of a trace.
 
     Attributes:
@@ -55,7 +55,7 @@ def read_trace(path: Path) -> list[EpisodeWaits]:
       SettingsError: a line is neither form, or there is no episode.
     """
     episodes: list[EpisodeWaits] = []
-    spans: list[Span] = []
+    spans: list[TraceSpan] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
@@ -78,12 +78,12 @@ def _episode(waits: object) -> EpisodeWaits:
     """The episode of a line. Raises: ValueError, the waits are not a list of seconds, or too long."""
     if not isinstance(waits, list) or not all(type(seconds) in (int, float) and seconds >= 0 for seconds in waits):
         raise ValueError(f"waits={waits!r}"[:100])
-    if not sum(waits) <= LONGEST:
-        raise ValueError(f"waits of more than {LONGEST:g} seconds")
+    if not sum(waits) <= LONGEST_WAITS_S:
+        raise ValueError(f"waits of more than {LONGEST_WAITS_S:g} seconds")
     return EpisodeWaits(len(waits) + 1, float(sum(waits)))
 
 
-def _spans(message: Mapping[str, Any]) -> Iterator[Span]:
+def _spans(message: Mapping[str, Any]) -> Iterator[TraceSpan]:
     for resource in message["resourceSpans"]:
         for scope in resource["scopeSpans"]:
             for span in scope["spans"]:
@@ -92,10 +92,10 @@ def _spans(message: Mapping[str, Any]) -> Iterator[Span]:
                 interval = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
                 if interval[0] not in TIMES or interval[1] not in TIMES:
                     raise ValueError(f"times {interval}")
-                yield Span(name, (trace, str(span["spanId"])), (trace, str(parent)), interval)
+                yield TraceSpan(name, (trace, str(span["spanId"])), (trace, str(parent)), interval)
 
 
-def _traced_episodes(spans: Iterable[Span]) -> Iterator[EpisodeWaits]:
+def _traced_episodes(spans: Iterable[TraceSpan]) -> Iterator[EpisodeWaits]:
     """Episodes with at least one turn among the spans of a trace."""
     turns: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     episodes = {}

@@ -21,7 +21,7 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.processes.heartbeat import beat, beats, entered, left
 
 VALUE_BYTES = 4 << 20  # bytes of a value of the store, which takes 8 MB at once
-IN_PIECES = b"pieces "  # begin of a value that is written in so many further ones; no pickle begins so
+IN_PIECES = b"pieces "  # prefix of a value that is written in n further ones; no pickle begins with it
 KEPT_REQUESTS = 64  # that stay in the store, with their answers, for ranks that have not seen them yet
 SHORTEST_S = 0.0005  # between two looks at the store
 LONGEST_S = 0.02

@@ -33,7 +33,7 @@ from funrl.processes.heartbeat import beat, beside_the_program, entered, left
 TRANSFERS_KEY = "funrl/transfers"
 KEPT_TRANSFERS = 4  # whose entries stay in the store for ranks that have not seen them yet
 COUNTS = ("ended", "lost", "patched", "sent", "ranks-sent", "changed", "patches", "numbers", "bytes", "ranks-bytes")
-NARROW = 2  # bytes of numbers of which few change in a step; of wider ones all do
+NARROW = 2  # bytes of a number: few numbers as narrow change in a step, all wider ones do
 
 
 TransferGroup = dist.ProcessGroup | int | None  # as `torch.distributed.new_group` gives it
@@ -85,7 +85,7 @@ class TransferNotice(NamedTuple):
 
     Attributes:
       versions: of the weights, by names of models.
-      patches: whether the policy's weights come as patches of those that were sent before.
+      patches: whether the policy's weights come as patches of the weights that were sent before.
     """
 
     versions: Mapping[str, int]

@@ -132,7 +132,7 @@ def baseline_of(number: int) -> int:
 class WrittenRows(NamedTuple):
     """Completions and rows of a group, as far as every rank knows them; the rest stays where it is.
 
-    Numbers are numpy's, many of which are sent in a fraction of the time of as many tensors.
+    Numbers are numpy's: many are sent in a fraction of the time of as many tensors.
 
     Attributes:
       rollout: fields of `Rollout`, without the completions and the mesh.
@@ -332,7 +332,7 @@ def without_rows(group: WrittenGroup) -> WrittenGroup:
 
 
 def plain_group(group: WrittenGroup) -> tuple[Any, ...]:
-    """A group as plain tuples, many of which are sent in a fraction of the time; see `group_of`."""
+    """A group as plain tuples, which are sent in a fraction of the time; see `group_of`."""
     number, place, prompt, *further = group.work
     return (group.generator, (number, place, tuple(prompt), *further), *group[2:])
 
@@ -352,7 +352,7 @@ def in_place_of(lost: WrittenGroup | None, group: WrittenGroup) -> WrittenGroup:
 
 
 def join_written(written: Sequence[tuple[int, int, WrittenRows]]) -> JoinedRows:
-    """Join rows of groups, of which there is at least one.
+    """Join rows of groups; there is at least one group.
 
     Args:
       written: of each group the number under which its rows are kept, its replica and the rows.
