@@ -383,6 +383,9 @@ FIELDS = Schema(
         example=_even_places,
     ),
     entropy_coefficient=Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()"),
+    prompt_tokens=Field(
+        "token", "advantage", "tokens on the mask in all rows of the group, made by count_prompt_tokens()", dtype="int"
+    ),
     kl_baseline=Field("token", "advantage", "nats, KTO's reference point, made by reference_point()"),
     offsets=Field("packing", "trainer", "[S + 1] where the sequences of a packed row begin", dtype="int"),
     trained=Field(
@@ -401,4 +404,8 @@ FIELDS = Schema(
         made_of=("teacher_topk",),
     ),
     divergence=Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable"),
+)
+KEPT_FIELDS = Schema(  # of rows with --mask_replay
+    kept=Field("ragged", "source", "ids that truncated sampling could take, one token after another", dtype="int"),
+    kept_counts=Field("token", "source", "number of these ids at a token; 0: nothing was truncated", dtype="int"),
 )

@@ -139,18 +139,22 @@ def value_and_grad(
 
     Args:
       fn: the function.
-      watch: (number of a leaf, its gradient) -> None; called during the backward pass for each leaf that `fn` uses, as
+      watch: (number of a leaf, its gradient) -> None; called during the backward pass for each leaf that has one, as
         soon as its gradient is complete.
 
     Returns: a function with the arguments of `fn` that gives `((scalar, aux), gradient tree)`.
     """
+
+    def watch_leaf(i: int, grad: Tensor | None) -> None:
+        if watch is not None and grad is not None:  # None: a compiled graph only reads the leaf detached
+            watch(i, grad)
 
     def wrapped(tree: Tree, *args, **kwargs):
         primal = map(lambda x: x.detach().requires_grad_(x.is_floating_point()), tree)
         wanted = leaves(primal)
         for i, x in enumerate(wanted):
             if watch is not None and x.requires_grad:
-                x.register_hook(functools.partial(watch, i))
+                x.register_hook(functools.partial(watch_leaf, i))
         value, aux = fn(primal, *args, **kwargs)
         grads = torch.autograd.grad(value, wanted, allow_unused=True)
         filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, grads, strict=True)]

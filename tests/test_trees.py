@@ -49,3 +49,25 @@ def test_filled_by_name():
     assert trees.named(trees.from_named(nested(), values)) == list(zip(NAMES, range(3), strict=True))
     with pytest.raises(KeyError, match=r"missing \['adam/count'\], unknown \['x'\], given twice \['x'\]"):
         trees.from_named(nested(), [*values[:2], ("x", 1), ("x", 2)])
+
+
+class HalfUsed(torch.autograd.Function):
+    """The product of two tensors, without a gradient for the second: as of a compiled graph that detaches it."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return (x * scale).sum()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * ctx.saved_tensors[0], None
+
+
+def test_leaves_without_a_gradient_are_not_watched_and_get_zeros():
+    seen = {}
+    params = {"a": torch.ones(2), "scale": torch.full((2,), 3.0), "unused": torch.ones(1)}
+    derivative = trees.value_and_grad(lambda tree: (HalfUsed.apply(tree["a"], tree["scale"]), ()), seen.__setitem__)
+    (value, _), grads = derivative(params)
+    assert value == 6 and [x.tolist() for x in trees.leaves(grads)] == [[3, 3], [0, 0], [0]]
+    assert {i: x.tolist() for i, x in seen.items()} == {0: [3, 3]}

@@ -25,7 +25,7 @@ _PIECES = {
     "compose": "corrected filtered kl_controller with_regularizers",
     "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"
     " greedy_baseline group_center group_log_ratio group_scale informative_rescale leave_one_out"
-    " length_weighted_center optimal_value_baseline relative_to_mean win_rate",
+    " length_weighted_center max_at_k optimal_value_baseline relative_to_mean win_rate",
     "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of power_of_two",
     "advantages.imitation": "weigh_demonstrations",
     "advantages.resampling": "resample_rows resampling_weights",
@@ -38,8 +38,8 @@ _PIECES = {
     " turn_relative",
     "advantages.teacher_rewards": "teacher_advantage",
     "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
-    "advantages.token_selection": "adapt_entropy covariance keep_highest_entropy mark_positives noise"
-    " select_covariance_between select_highest_covariance share_of top_tokens",
+    "advantages.token_selection": "adapt_entropy count_prompt_tokens covariance keep_highest_entropy"
+    " mark_positives noise select_covariance_between select_highest_covariance share_of top_tokens",
     "advantages.turns": "to_turns turn_center turn_gae",
     "advantages.unpaired": "reference_point",
     "corrections.importance": "check_bounds gap_over importance_weights log_gap normalise_weights",
@@ -59,14 +59,14 @@ _PIECES = {
     " odds_ratio of_completions on_policy_weight preference reference_log_ratio reward_rounding",
     "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence or_token_ratio product_ratio sequence_ratio"
     " sum_of_sequence times_ratio token_ratio",
-    "losses.reductions": "constant_mean sequence_mean sequence_sum_mean token_mean token_sum",
+    "losses.reductions": "constant_mean prompt_mean sequence_mean sequence_sum_mean token_mean token_sum",
     "losses.reward_models": "last_tokens pairwise_reward step_reward",
     "losses.selected": "entropy_above off_selected on_selected on_tokens probability_below",
     "losses.sequence_terms": "classification future_weighted gamma_weighted geometric_mean log_ratio_regression"
     " mask_off_policy self_play_regression",
     "losses.teacher": "divergence_to_teacher forward_kl_topk kl_to_teacher",
-    "losses.token_terms": "clipped_importance direct_reward divergence_mask masked_importance policy_gradient soft_gate"
-    " surrogate tapered",
+    "losses.token_terms": "clipped_importance direct_reward divergence_mask masked_importance policy_gradient"
+    " quadratic_surrogate soft_gate surrogate tapered",
     "losses.value_loss": "clipped_value_loss",
 }
 WHERE = {name: module for module, names in _PIECES.items() for name in names.split()}

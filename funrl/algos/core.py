@@ -25,7 +25,7 @@ from funrl.algos.composition import composition_text
 from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Metric, PieceError, value_of
-from funrl.algos.terms import Filter, Reduction, Term, check_called, episodes_of, run_term, typed_metric
+from funrl.algos.terms import Filter, Reduction, Term, check_called, run_term, typed_metric
 from funrl.batch import Batch, seen_of
 from funrl.fields import FIELDS, Field, Schema
 from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
@@ -384,14 +384,13 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
         raise PieceError(f"reduce was given {described(reduction)} as a reduction{hint}")
 
     def denominators(batch: Batch) -> tuple[Tensor, ...]:
-        return reduction.at(episodes_of(reduction, batch)).denominators(batch.mask, batch.get("segments"))
+        return reduction.on(batch).denominators(batch.mask, batch.get("segments"))
 
     def numerators(x_BT: Tensor, batch: Batch):
         mask_BT = batch.mask
         loss_BT, metrics = run_term(term, where_masked(x_BT, mask_BT), clean(batch))
         typed = {name: typed_metric(name, metric, term, mask_BT=mask_BT) for name, metric in metrics.items()}
-        here = reduction.at(episodes_of(reduction, batch))
-        return here.numerators(loss_BT, mask_BT, batch.get("segments")), typed
+        return reduction.on(batch).numerators(loss_BT, mask_BT, batch.get("segments")), typed
 
     return Loss(denominators, numerators)
 

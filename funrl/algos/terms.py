@@ -38,23 +38,36 @@ class Reduction(NamedTuple):
       numerators: (loss_BT, mask_BT, segments_BT or None) -> a tuple of equally many scalars.
       of_episodes: the reduction for rows of episodes, from `EpisodeTokens`, where it is another one; None: it does not
         depend on which rows make an episode.
+      of_prompts: the reduction from `prompt_tokens` [B, T]; None: it does not depend on the groups.
     """
 
     denominators: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]
     numerators: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
     of_episodes: Callable[[EpisodeTokens], Reduction] | None = None
+    of_prompts: Callable[[Tensor], Reduction] | None = None
 
     def __add__(self, other: Reduction) -> Reduction:  # type: ignore[override]
         both = self.of_episodes or other.of_episodes
+        by_prompt = self.of_prompts or other.of_prompts
         return Reduction(
             lambda mask, segments: self.denominators(mask, segments) + other.denominators(mask, segments),
             lambda loss, mask, segments: self.numerators(loss, mask, segments) + other.numerators(loss, mask, segments),
             of_episodes=both and (lambda episodes: self.at(episodes) + other.at(episodes)),
+            of_prompts=by_prompt and (lambda tokens_BT: self.by_prompt(tokens_BT) + other.by_prompt(tokens_BT)),
         )
 
     def at(self, episodes: EpisodeTokens | None) -> Reduction:
         """The reduction for rows of these episodes; None: each row is an example."""
         return self if episodes is None or self.of_episodes is None else self.of_episodes(episodes)
+
+    def by_prompt(self, tokens_BT: Tensor) -> Reduction:
+        """The reduction for groups of this many tokens."""
+        return self if self.of_prompts is None else self.of_prompts(tokens_BT)
+
+    def on(self, batch: Batch) -> Reduction:
+        """The reduction for the episodes and groups of a batch."""
+        here = self.at(episodes_of(self, batch))
+        return here if here.of_prompts is None else here.by_prompt(batch.prompt_tokens)
 
 
 def check_called(piece: object, kind: str) -> None:

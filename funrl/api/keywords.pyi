@@ -121,6 +121,7 @@ class TrainKeywords(SharedKeywords, total=False):
     top_k: WholeValue
     top_p: NumberValue
     min_p: NumberValue
+    mask_replay: TruthValue
     repetition_penalty: NumberValue
     max_refills: WholeValue
     empty_filter: TextValue
@@ -164,9 +165,11 @@ class TrainKeywords(SharedKeywords, total=False):
     sample_every: WholeValue
     alpha: NumberValue
     baseline: NumberValue
+    best_of: WholeValue
     beta: NumberValue
     cap: NumberValue
     center: NumberValue
+    clip: NumberValue
     clip_high: NumberValue
     clip_low: NumberValue | None
     decay: NumberValue
@@ -200,6 +203,7 @@ class TrainKeywords(SharedKeywords, total=False):
     loss: TextValue
     low: NumberValue | None
     margin: NumberValue | TruthValue | None
+    max_divergence: NumberValue
     negative: NumberValue
     normalize: TruthValue
     observation_coef: NumberValue

@@ -23,6 +23,7 @@ PROXIMAL = "old_logp"
 # and beyond the bounds of ratios in use: truncated importance weights see the small ones, masks the large ones. Their
 # number shares no factor with the example's 8 tokens, so rows differ and their changes do not cancel.
 TRIED_GAPS = (0.05, -0.05, 3.0, -3.0, 0.2, -0.1, 0.6)
+TRIED_SCALES = (0, 1, 0.01)  # of all gaps: at 1 a bound on whole sequences may reject every row
 
 
 class StaleLossError(ValueError):
@@ -87,10 +88,11 @@ def reads_behaviour(algorithm: Algorithm, loss: Loss) -> bool:
     proximal_BT = as_dict(batch)[PROXIMAL]
     gap_BT = torch.tensor(TRIED_GAPS, dtype=proximal_BT.dtype).repeat(-(-proximal_BT.numel() // len(TRIED_GAPS)))
     gap_BT = gap_BT[: proximal_BT.numel()].view(proximal_BT.shape)
-    same, moved = (
-        _loss_parts(algorithm, loss, batch._replace(**{BEHAVIOUR: proximal_BT - gap_BT * scale})) for scale in (0, 1)
+    same, *others = (
+        _loss_parts(algorithm, loss, batch._replace(**{BEHAVIOUR: proximal_BT - gap_BT * scale}))
+        for scale in TRIED_SCALES
     )
-    return any(not torch.equal(a, b) for a, b in zip(same, moved, strict=True))
+    return any(not torch.equal(a, b) for moved in others for a, b in zip(same, moved, strict=True))
 
 
 def _loss_parts(algorithm: Algorithm, loss: Loss, batch: Batch) -> tuple[Tensor, ...]:

@@ -143,7 +143,10 @@ def topk(
 
 
 def token_rows(unembed_VD: Tensor, mesh: Mesh, vocab: int | None) -> Tensor:
-    """This rank's rows that are tokens, of as many as every rank has; `vocab` is as in `linear_logprob`."""
+    """This rank's rows that are tokens, of as many as every rank has; `vocab` is as in `linear_logprob`.
+
+    No rank is without a token: `rules.layout` refuses that.
+    """
     V = unembed_VD.shape[0]
     if vocab is None or V * mesh.size("tensor") == vocab:
         return unembed_VD

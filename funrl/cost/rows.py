@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
-from funrl.batch import TOKEN_INT, Batch, as_dict
+from funrl.batch import TOKEN_INT, Batch, as_dict, declare
 from funrl.compiled_kernels.varlen_attention import segment_bounds
 from funrl.cost.tracing.costs import UPDATES, Costs, Traffic, add_traffic, plus, times
 from funrl.cost.tracing.estimate import MOVE, MOVES, FieldShapes, turns_of
@@ -30,6 +30,7 @@ from funrl.data.pictures import with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS, TextExample, text_batch
+from funrl.fields import KEPT_FIELDS
 from funrl.kinds import OwnedLines
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import move_traffic
@@ -204,10 +205,19 @@ def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
       tokens: of a prompt or text.
     """
     grids = row_grids(job, tokens)
+    kept = _kept_bytes(job)
     if not grids or job.model.owned is None:
-        return ()
+        return kept
     lines = {PATCHES: patches_in(grids, _tower(job.model)), GRIDS: len(grids)}
-    return tuple(float(lines[name] * x[:1].nbytes) for name, x in _one_line(job.model).items())
+    return *kept, *(float(lines[name] * x[:1].nbytes) for name, x in _one_line(job.model).items())
+
+
+def _kept_bytes(job: Job) -> tuple[float, ...]:
+    """Bytes of the ids that could be sampled at all tokens of a completion: a bound, which --top_k makes small."""
+    if not isinstance(job, RLJob) or not job.settings.sampling.mask_replay:
+        return ()
+    vocab = job.model.config.vocab
+    return (float(TOKEN_INT.itemsize * job.sampling.max_new_tokens * min(job.sampling.top_k or vocab, vocab)),)
 
 
 def _tower(model: Model) -> TowerConfig:
@@ -222,10 +232,10 @@ def _one_line(model: Model) -> dict[str, torch.Tensor]:
 
 
 def with_owned_bytes(phases: dict[str, Costs], nbytes: float, local: int) -> dict[str, Costs]:
-    """Add the pictures of a rank's rows to phases, in which the traced rows have none.
+    """Add the ragged fields of a rank's rows to phases, in which the traced rows have none.
 
     Args:
-      nbytes: of the pictures of a row.
+      nbytes: of these fields of a row.
       local: rows of a rank.
     """
     again = MOVES[1] in phases  # the step keeps the rows as scored
@@ -421,7 +431,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
     at_T = torch.arange(shape[1])
     written_T = torch.stack([(at_T >= begin) & (at_T < begin + reply) for begin in begins]).any(0)
     score_B = torch.arange(rows).remainder(2).to(wide)
-    return Batch(
+    batch = Batch(
         tokens=torch.arange(math.prod(shape), dtype=TOKEN_INT).remainder(job.model.config.vocab).view(shape),
         mask=written_T.expand(shape).clone(),
         length=torch.full((rows,), length, dtype=torch.int64),
@@ -435,6 +445,9 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         demonstration=torch.zeros(shape, dtype=torch.bool) if learns_from_demonstrations(job.algorithm) else None,
         **(_episode_fields(job, shape, begins, wide) if has_environment(job.settings) else {}),
     )
+    if not job.settings.sampling.mask_replay:
+        return batch
+    return declare(batch, KEPT_FIELDS)._replace(kept_counts=torch.zeros(shape, dtype=TOKEN_INT))
 
 
 def _episode_fields(job: Job, shape: tuple[int, int], begins: list[int], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -30,7 +30,15 @@ from torch import Tensor
 from funrl.autograd import AutogradFunction
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import AXES, Axes, Mesh
-from funrl.mesh.one_shot import ONE_SHOT_DTYPES, map_buffer, one_shot_problem, one_shot_sum, sums_at_once, unmap_buffer
+from funrl.mesh.one_shot import (
+    ONE_SHOT_DTYPES,
+    has_buffer,
+    map_buffer,
+    one_shot_problem,
+    one_shot_sum,
+    sums_at_once,
+    unmap_buffer,
+)
 from funrl.processes import gloo
 from funrl.processes.heartbeat import entered, left
 
@@ -55,20 +63,20 @@ def begin_one_shot_sums(mesh: Mesh, axes: Axes) -> str | None:
     if ranks == 1:
         return "there is one rank"
     group = mesh.group_name(axes)
+    if has_buffer(group):  # of an engine that was made before, whose CUDA graphs read it
+        return None
     node = local_ranks(mesh.world)
     members = dist.get_process_group_ranks(mesh.group(axes))
     problem = one_shot_problem(mesh.device, ranks, ranks if len({rank // node for rank in members}) == 1 else 1)
     if not _on_all_ranks(problem is None, mesh, axes):
         return problem or "another rank cannot"
-    try:
-        map_buffer(group, mesh.device)
-        problem = None if _sums_are_right(mesh, axes) else "its sums are not NCCL's"
-    except (RuntimeError, AttributeError, ImportError) as error:  # of a build or a driver without it
-        problem = str(error)
-    if not _on_all_ranks(problem is None, mesh, axes):
-        unmap_buffer(group)
-        return problem or "another rank cannot"
-    return None
+    problem = map_buffer(group, mesh.device)
+    if _on_all_ranks(problem is None, mesh, axes):  # in its kernel a rank waits for all others
+        problem = _wrong_sums(mesh, axes)
+        if _on_all_ranks(problem is None, mesh, axes):
+            return None
+    unmap_buffer(group)
+    return problem or "another rank cannot"
 
 
 def _on_all_ranks(holds: bool, mesh: Mesh, axes: Axes) -> bool:
@@ -77,12 +85,17 @@ def _on_all_ranks(holds: bool, mesh: Mesh, axes: Axes) -> bool:
 
 
 @torch.inference_mode()
-def _sums_are_right(mesh: Mesh, axes: Axes) -> bool:
-    """True if small sums of each dtype are those of NCCL."""
+def _wrong_sums(mesh: Mesh, axes: Axes) -> str | None:
+    """Reason why small sums in one kernel are not NCCL's; None: of each dtype they are."""
     group = mesh.group_name(axes)
     numbers = torch.arange(64, device=mesh.device) % 7 + int(mesh.index(axes))  # exact in 16 bits
-    pairs = [(one_shot_sum(x, group), _all_reduce(x, "sum", group)) for x in (numbers.to(d) for d in ONE_SHOT_DTYPES)]
-    return all(torch.equal(a, b) for a, b in pairs)
+    parts = [numbers.to(dtype) for dtype in ONE_SHOT_DTYPES]
+    try:
+        sums = [one_shot_sum(x, group) for x in parts]
+    except (RuntimeError, AttributeError) as error:  # of a build without the kernel
+        return str(error)
+    right = [_all_reduce(x, "sum", group) for x in parts]
+    return None if all(map(torch.equal, sums, right)) else "its sums are not NCCL's"
 
 
 def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:

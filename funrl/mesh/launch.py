@@ -351,7 +351,7 @@ def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelt
     names = _made.setdefault(everyone, {})
     if parts not in names:
         group: Any = None
-        with _unbound(everyone):
+        with unbound(everyone):
             for part in parts:
                 joined = dist.new_group(list(part), timeout=timeout)
                 group = joined if rank in part else group
@@ -362,10 +362,11 @@ def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelt
 
 
 @contextlib.contextmanager
-def _unbound(everyone: Any) -> Iterator[None]:
+def unbound(everyone: Any) -> Iterator[None]:
     """Inside, NCCL's groups are made without a communicator: each gets one with its first collective, or never.
 
-    Where the group of all processes is bound to a device, torch splits off a communicator for every new group at once.
+    Where the group of all processes is bound to a device, torch splits off a communicator for every new group at once,
+    and waits until all ranks of the run take part.
     """
     device = everyone.bound_device_id
     everyone.bound_device_id = None

@@ -34,13 +34,25 @@ def one_shot_problem(device: torch.device, ranks: int, node: int) -> str | None:
     return None
 
 
-def map_buffer(group: str, device: torch.device) -> None:
-    """Map the memory of a group's ranks. Collective over the group. Raises: RuntimeError, it cannot be mapped."""
-    import torch.distributed._symmetric_memory as symmetric  # takes long, and only here
+def has_buffer(group: str) -> bool:
+    """True if the memory of a group is mapped."""
+    return group in _buffers
 
-    buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
-    symmetric.rendezvous(buffer, group)  # type: ignore[arg-type]
+
+def map_buffer(group: str, device: torch.device) -> str | None:
+    """Map the memory of a group's ranks. Collective over the group.
+
+    Returns: the reason why this rank could not; None: it is mapped.
+    """
+    try:
+        import torch.distributed._symmetric_memory as symmetric  # takes long, and only here
+
+        buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(buffer, group)  # type: ignore[arg-type]
+    except (RuntimeError, AttributeError, ImportError) as error:  # of a build or a driver without it
+        return str(error)
     _buffers[group] = buffer
+    return None
 
 
 def unmap_buffer(group: str) -> None:

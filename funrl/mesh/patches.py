@@ -25,6 +25,7 @@ from funrl.mesh.plan import Plan
 from funrl.mesh.reshard import BUCKET_BYTES, Work, begin_reshard, exchange, finish_reshard, pack_message, unpack
 
 INDEX_BYTES = 4
+INDEXED = 1 << 31  # numbers of a tensor: indices of this many do not fit, and CUDA does not look for them
 PATCH_BUCKET_BYTES = 4 * BUCKET_BYTES  # of the numbers that are patched in a step; few of them are staged
 # Patches are sent if they have fewer bytes than this share of the weights.
 LARGEST_SHARE = 0.2
@@ -117,12 +118,12 @@ def _tagged(step: Step, number: int) -> Step:
 def encode_patch(new: Tensor, old: Tensor) -> Tensor:
     """Bytes of a patch that makes one flat tensor of another."""
     own = bits_of(new)
-    changed = (own != bits_of(old)).nonzero().view(-1)
-    count = len(changed)
-    if count * (INDEX_BYTES + new.element_size()) >= new.nbytes:
+    changed = (own != bits_of(old)).nonzero().view(-1) if len(own) < INDEXED else None
+    if changed is None or len(changed) * (INDEX_BYTES + new.element_size()) >= new.nbytes:
         parts = [_as_bytes(own)]
         count = -1
     else:
+        count = len(changed)
         parts = [_as_bytes(changed.int()), _as_bytes(own[changed])]
     header = torch.stack([torch.tensor(count, device=new.device), checksum(new)])
     return torch.cat([_as_bytes(header), *parts])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,24 +87,32 @@ class RestSums:
     """Sums of gradients over `rules.rest_axes`, which begin bucket by bucket as the gradients arrive.
 
     A bucket is sent when its gradients and the buckets before it are there: in one order on all ranks. That is the
-    order in which a backward pass reaches them. A tree has its leaves in the order of use, so the last bucket is first.
+    order in which a backward pass reaches them. A tree has its leaves in the order of use, so the last bucket is first,
+    except for leaves that are used earlier than their place in the tree says.
 
     Args:
       stored: layouts of the gradients.
       rest: for each leaf the axes to sum it over.
       dtypes: of the gradients.
       mesh: of the layouts.
+      late: numbers of leaves whose gradients are the last; their buckets come after all others.
 
     Example: sums.begin(metrics); sums.add(i, gradient) for each leaf; gradients, metrics = sums.finish().
     """
 
     def __init__(
-        self, stored: trees.Tree, rest: Sequence[tuple[str, ...]], dtypes: Sequence[torch.dtype], mesh: Mesh
+        self,
+        stored: trees.Tree,
+        rest: Sequence[tuple[str, ...]],
+        dtypes: Sequence[torch.dtype],
+        mesh: Mesh,
+        late: Collection[int] = (),
     ) -> None:
         self.layouts = trees.leaves(stored)
         self.rest = rest
         self.dtypes = dtypes
         self.mesh = mesh
+        self.late = frozenset(late)
         self.extra: trees.Tree = ()
         self.values: dict[int, Tensor] = {}
         self.places: dict[int, _Place] = {}
@@ -128,7 +136,7 @@ class RestSums:
             for dtype in {parts[i].dtype for i in which}:
                 together = _buckets([parts[i] for i in which], dtype, most)
                 self.buckets += [_Bucket(axes, tuple(which[i] for i in bucket)) for bucket in together]
-        self.buckets.sort(key=lambda bucket: bucket.leaves[0], reverse=True)
+        self.buckets.sort(key=lambda bucket: (self.late.isdisjoint(bucket.leaves), bucket.leaves[0]), reverse=True)
         for i, x in enumerate(further, len(self.layouts)):
             self._add(i, x, x.shape)
 

@@ -11,10 +11,11 @@ from einops import rearrange
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import Batch
+from funrl.batch import Batch, schema_of
 from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_divergence import linear_divergence
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
+from funrl.compiled_kernels.truncated_scores import KeptTokens, truncated_scores
 from funrl.mesh.collectives import all_gather, gather_replicated, own_shard
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
@@ -103,14 +104,21 @@ class Placed:
           teacher: the divergence from it over the whole vocabulary is wanted too. Its hidden states are computed
             here, without a gradient, and what is [tokens, vocabulary] is never whole.
 
+        Where the batch has `kept`, the distribution is that of truncated sampling, renormalised over these tokens.
+
         Returns: [B, T] each, differentiable; `topk_logp` [B, T, K].
 
         Raises:
-          ModelError: the model, or the teacher, has a value head and no probabilities.
+          ModelError: the model, or the teacher, has a value head and no probabilities; or the batch has `kept`, and
+            other tokens or a teacher are asked for.
           ValueError: the teacher's vocabulary has another size.
         """
         (hidden_ND, w_VD, over, at_N), load = self._before_tokens(params, batch)
+        kept = self._kept_after(batch, at_N)
+        if kept is not None and (topk is not None or teacher is not None):
+            raise ModelError("a teacher's probabilities are not computed for truncated distributions")
         topk_NK = None if topk is None else self._own_next(topk)[at_N].long()
+        topk_NK = topk_NK if kept is None else kept.padded()
         after_N = self._own_next(batch.tokens)[at_N].long()
         unsampled = self.model.abilities.unsampled
         if unsampled:
@@ -128,6 +136,9 @@ class Placed:
         )
         if unsampled:
             scores = _without_unsampled(scores, len(unsampled))
+        if kept is not None:
+            logp_M = scores.read("topk_logp")[kept.places_M, kept.columns_M]
+            scores = truncated_scores(scores, logp_M, kept)._replace(topk_logp=None)
         if teacher is not None:
             if unsampled:
                 raise ModelError("a divergence from a teacher is not computed for a model with tokens never sampled")
@@ -244,6 +255,17 @@ class Placed:
         if at_N is None:
             at_N = self._own_next(mask_BT).nonzero().squeeze(-1)
         return (before_MD[at_N], w_VD, over, at_N), load
+
+    def _kept_after(self, batch: Batch, at_N: Tensor | slice) -> KeptTokens | None:
+        """The tokens that could be sampled after some of the hidden states; None: nothing was truncated."""
+        if "kept" not in schema_of(batch) or batch.get("kept") is None:
+            return None
+        if self.mesh.size(SEQUENCE) > 1:
+            raise ModelError("ranks of sequence split a row's tokens, and not what could be sampled at them")
+        counts_M = self._own_next(batch.kept_counts).long()
+        # No token is sampled at the first place of a row, so that no id belongs to a place that is shifted out.
+        ids = batch.kept.values
+        return KeptTokens(ids, counts_M).select(torch.arange(len(counts_M), device=ids.device)[at_N])
 
     def _vocab(self, over: Mesh) -> int | None:
         """Number of tokens of an unembedding that is split over a mesh; None: one that is whole."""

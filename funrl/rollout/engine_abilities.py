@@ -20,6 +20,7 @@ class EngineAbilities(NamedTuple):
       penalties: it takes a repetition penalty for prompts of several lengths.
       adapters: it adds adapters to a base; others get merged weights.
       routes: it generates with experts, and records the routes of tokens.
+      kept_tokens: it records the tokens that truncated sampling could take (`--mask_replay`).
       several_models: further models of agents are served beside the policy.
       pictures: it reads prompts with pictures.
       repeats: a request's samples have the same bits whatever requests run beside it.
@@ -37,6 +38,7 @@ class EngineAbilities(NamedTuple):
     penalties: bool = False
     adapters: bool = False
     routes: bool = False
+    kept_tokens: bool = False
     several_models: bool = False
     pictures: bool = False
     repeats: bool = False
@@ -54,6 +56,7 @@ ENGINES = {  # by the value of --engine
         penalties=True,
         adapters=True,
         routes=True,
+        kept_tokens=True,
         several_models=True,
         pictures=True,
         repeats=True,

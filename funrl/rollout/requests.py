@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
+from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.kinds import OwnedLines
 from funrl.models.model import ModelConfig
 from funrl.rollout.sampling import request_seed
@@ -85,6 +86,7 @@ class Completion(NamedTuple):
       routes: [P + T - 1, choices] int16, experts of the tokens of prompt and completion except the last, which was
         never fed back; -1: unknown. None: they are not recorded.
       recomputed: tokens before or in it that were computed again, as in `EngineCost.recomputed`.
+      kept: int32 ids that could be sampled at each token; none at tokens without truncation. None: not recorded.
     """
 
     number: int
@@ -95,6 +97,7 @@ class Completion(NamedTuple):
     finish: Finish
     routes: Tensor | None = None
     recomputed: int = 0
+    kept: KeptTokens | None = None
 
     @property
     def finished(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.masks import PLACES
-from funrl.batch import Batch, as_dict, declare, kind_of, schema_of, with_rows_spread
+from funrl.batch import TOKEN_INT, Batch, as_dict, declare, kind_of, schema_of, with_rows_spread
 from funrl.fields import Field
 
 # prompt, completion with a tool's output in it (.), padding; row 4 has no sampled token
@@ -71,10 +71,18 @@ def awkward_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         kl_baseline=torch.full((B, T), 0.1, dtype=dtype),
         mismatched=torch.tensor([False, False, True, False, False, True, False]),
         imitated=mask & (torch.arange(B) % 2 == 0)[:, None],
+        prompt_tokens=_group_tokens(mask),
         divergence=normal(B, T).abs(),
         demonstration=mask & (torch.arange(B) == 6)[:, None],  # which is alone in its group, as demonstrations are
         **near,
     )
+
+
+def _group_tokens(mask: Tensor) -> Tensor:
+    """[B, T] sampled tokens in all rows of each token's group."""
+    group = torch.tensor(GROUP_NUMBERS)
+    counts = torch.where(group[:, None] == group, mask.sum(1), 0).sum(1)
+    return (counts[:, None] * mask).to(TOKEN_INT)
 
 
 def _turns_of(mask: Tensor) -> Tensor:

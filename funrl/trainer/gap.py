@@ -96,7 +96,7 @@ class GapCheck(NamedTuple):
 
 
 def worst_token(rows: Rows) -> str:
-    """Row, position and log-probabilities of the token with the largest gap; "" without `old_logp`. Collective."""
+    """Row, position and log-probabilities of the token with the largest gap; "" without one. Collective."""
     batch = rows.batch
     old_logp = batch.get("old_logp")
     if old_logp is None:
@@ -112,4 +112,5 @@ def worst_token(rows: Rows) -> str:
         place = f"row {int(rows.own[i])}, position {position} (token {int(batch.tokens[i, position])})"
         engine, trainer = (x[i, position].item() for x in (batch.rollout_logp, old_logp))
         worst = (gap_bT[i, position].item(), f", most at {place}: engine {engine}, trainer {trainer} nats")
-    return max(gather_objects(worst, rows.mesh), key=lambda pair: pair[0])[1]
+    largest, text = max(gather_objects(worst, rows.mesh), key=lambda pair: pair[0])
+    return text if largest > 0 else ""

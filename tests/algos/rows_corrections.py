@@ -1,6 +1,6 @@
 """Corrections, filters, reductions, the critic's loss and the combinators: their references."""
 
-from math import exp
+from math import exp, log
 
 from pieces import Row, grid, members, sampled, sequences
 
@@ -67,7 +67,9 @@ def divergence(kind, over, high):
     def rule(b, i, t):
         def k(s):
             d = gap(b, i, s)
-            return d * d / 2 if kind == "k2" else exp(d) - 1 - d
+            p, q = (min(max(exp(x[i][s]), 1e-6), 1 - 1e-6) for x in (b.rollout_logp, b.old_logp))
+            binary = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+            return {"k2": d * d / 2, "k3": exp(d) - 1 - d, "binary": binary}[kind]
 
         values = [k(s) for s in sampled(b, i)]
         return {"token": k(t), "sum": sum(values), "mean": mean(values), "max": max(values)}[over] <= high
@@ -200,7 +202,7 @@ ROWS = [
             divergence(kind, over, high),
             tokens=True,
         )
-        for kind in ("k2", "k3")
+        for kind in ("k2", "k3", "binary")
         for over, high in (("token", 0.02), ("sum", 0.1), ("mean", 0.04), ("max", 0.1))
     ),
     Row(

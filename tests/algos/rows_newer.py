@@ -5,11 +5,12 @@ Loops over Python floats, written from the formulas; TERMS are of sequences, as 
 
 from __future__ import annotations
 
+from itertools import combinations
 from math import exp, log
 
-from pieces import Row, sampled, sequences
+from pieces import Row, members, sampled, sequences
 from rows_advantages import by_group, mean
-from rows_corrections import gap, group_scores, keeping
+from rows_corrections import gap, group_scores, keeping, leash, leash_of, tokens_of
 from rows_terms import A_HELD, TermRow, by_sequence, by_token, clip, ppo, sequence_log_ratio, table_rows
 
 from funrl import algos
@@ -17,6 +18,21 @@ from funrl import algos
 
 def relative(own, group, place):
     return (own - mean(group)) / mean(group) if mean(group) > 0 else 0.0
+
+
+def best_of_sets(k):
+    """k times the mean best of the sets of k rows with the row, less that of the sets without it."""
+
+    def advantage(own, group, place):
+        size = min(k, len(group) - 1)
+        if size < 1:
+            return 0.0
+        sets = list(combinations(range(len(group)), size))
+        inside = [max(group[j] for j in rows) for rows in sets if place in rows]
+        outside = [max(group[j] for j in rows) for rows in sets if place not in rows]
+        return size * (mean(inside) - mean(outside))
+
+    return by_group(advantage)
 
 
 def optimal_value(beta):
@@ -74,6 +90,10 @@ def hard_mask(low, high, sampler):
         return -a * r * logp if 1 - low < r < 1 + high else 0.0
 
     return by_token(loss, "logp", "held", sampler, "advantage")
+
+
+def quadratic(r, a, clip):
+    return -(r * a - abs(a) * (r - 1) ** 2 / (2 * clip))
 
 
 def topr(whole):
@@ -147,6 +167,20 @@ def nll_of(wanted):
     return reference
 
 
+def group_tokens(b, i):
+    return sum(len(sampled(b, j)) for j in members(b, i))
+
+
+def prompt_mean(logp, b):
+    """The mean over prompts of the mean over the tokens of all their rows."""
+    loss = tokens_of(leash_of)(logp, b)
+    means = []
+    for number in sorted({b.group[i] for i in sequences(b)}):
+        rows = [i for i in sequences(b) if b.group[i] == number]
+        means.append(mean([loss[i][t] for i in rows for t in sampled(b, i)]))
+    return [(sum(means), float(len(means)))]
+
+
 TERMS = [
     TermRow("masked_importance", algos.masked_importance, hard_mask(0.2, 0.2, "rollout_logp"), stops=True),
     TermRow(
@@ -154,6 +188,16 @@ TERMS = [
         lambda: algos.masked_importance(0.3, 0.5, "old_logp"),
         hard_mask(0.3, 0.5, "old_logp"),
         stops=True,
+    ),
+    TermRow(
+        "quadratic_surrogate",
+        algos.quadratic_surrogate,
+        by_token(lambda new, old, a: quadratic(exp(new - old), a, 0.2), "logp", "old_logp", "advantage"),
+    ),
+    TermRow(
+        "quadratic_surrogate rollout",
+        lambda: algos.quadratic_surrogate(0.3, algos.token_ratio("rollout_logp")),
+        by_token(lambda new, old, a: quadratic(exp(new - old), a, 0.3), "logp", "rollout_logp", "advantage"),
     ),
     TermRow("tapered", algos.tapered, topr(whole=True), stops=True, also=("product_ratio",)),
     TermRow("tapered per_token", lambda: algos.tapered(algos.token_ratio()), topr(whole=False), stops=True),
@@ -219,6 +263,13 @@ ROWS = [
             ("sampled_tokens", algos.sampled_tokens, False),
         )
     ),
+    Row(
+        "count_prompt_tokens",
+        "advantage",
+        algos.count_prompt_tokens,
+        lambda x, b: {"prompt_tokens": [[group_tokens(b, i) * on for on in row] for i, row in enumerate(b.mask)]},
+    ),
+    Row("prompt_mean", "loss", lambda: algos.reduce(leash, algos.prompt_mean()), prompt_mean, smooth=True),
     Row("relative_to_mean", "advantage", algos.relative_to_mean, by_group(relative)),
     Row(
         "relative_to_mean of rewards",
@@ -234,6 +285,10 @@ ROWS = [
         "advantage",
         lambda: algos.constant_baseline(0.4),
         lambda x, b: {"x": [v - 0.4 for v in x]},
+    ),
+    *(
+        Row(f"max_at_k {k}", "advantage", lambda k=k: algos.max_at_k(k), best_of_sets(k), compiles=False)
+        for k in (1, 2, 4)
     ),
     Row("class_sizes", "advantage", algos.class_sizes, by_group(class_size)),
     *(

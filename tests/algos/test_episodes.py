@@ -8,6 +8,7 @@ import torch
 from funrl.algos import (
     Advantage,
     chain,
+    count_prompt_tokens,
     group_center,
     group_scale,
     overlong_penalty,
@@ -20,8 +21,8 @@ from funrl.algos.advantages.shaping import to_last_token, to_tokens
 from funrl.algos.advantages.units import by_unit, episode_fields, units_of
 from funrl.algos.applying import apply_advantage
 from funrl.algos.losses.likelihood import imitated_tokens, negative_log_likelihood, restrict
-from funrl.algos.losses.reductions import constant_mean, sequence_mean
-from funrl.batch import Batch, with_rows_spread
+from funrl.algos.losses.reductions import constant_mean, prompt_mean, sequence_mean
+from funrl.batch import Batch, select, with_rows_spread
 
 T = 12
 
@@ -95,6 +96,30 @@ def test_losses_are_those_of_a_loop_over_episodes(seed, form):
         "token_mean": sum(totals) / sum(counts),
     }[form]
     assert loss(x, batch)[0].item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mean_over_prompts_counts_the_tokens_of_all_episodes_of_a_prompt(seed):
+    """The parts of a batch, rows of one episode among them, add up to the mean over groups and agents."""
+    units = random_episodes(seed)
+    batch = batch_of(units)
+    x = torch.randn(batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    piece = chain(group_center(), to_tokens(), count_prompt_tokens())
+    batch, _, _ = apply_advantage(piece, piece.init(), batch)
+    loss = reduce_loss(lambda x, batch: (x, {}), prompt_mean())
+    row = 0
+    groups = {}
+    for _, group, agent, _, masks in units:
+        values = [x[row + i, t].item() for i, mask in enumerate(masks) for t in range(T) if mask[t]]
+        groups.setdefault((group, agent), []).extend(values)
+        row += len(masks)
+    means = [sum(values) / len(values) for values in groups.values() if values]
+    assert loss(x, batch)[0].item() == pytest.approx(sum(means) / len(means), abs=1e-12)
+    parts = [slice(0, None, 2), slice(1, None, 2)]
+    whole = sum(loss.numerators(x[part], select(batch, part))[0][0] for part in parts)
+    count = sum(loss.denominators(select(batch, part))[0] for part in parts)
+    assert count.item() == pytest.approx(len(means), abs=1e-12)
+    assert (whole / count).item() == pytest.approx(sum(means) / len(means), abs=1e-12)
 
 
 def test_packed_rows_give_the_same_sums_as_rows_side_by_side():

@@ -21,13 +21,15 @@ from funrl.batch import Batch, as_dict, select
 from funrl.testing.awkward_rows import packed_batch, poisoned
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")
-MADE = {"advantage", "returns", "weight", "label", "imitated", "selected", "entropy_coefficient", "sampled"}
+MADE = {"advantage", "returns", "weight", "label", "imitated", "selected", "entropy_coefficient"}
+MADE |= {"prompt_tokens", "sampled"}
 ROLES = {"policy": "policy", "critic": "value", "implicit_reward": "reward"}  # role: its name in the golden file
 RENAMED = {"implicit_reward/accuracy": "reward/accuracy"}  # metric: its name there
 
-PUBLISHED = {  # arguments of the published algorithms, where the recipe's defaults are others
+PUBLISHED = {  # arguments of the published algorithms, or for the example, where the recipe's defaults are others
     "ppo": {"dual_clip": None, "kl_coef": 0.0},
     "grpo": {"dual_clip": None, "kl_coef": 0.04},
+    "flash_reinforce": {"max_divergence": 0.06},  # which some rows of the example are within
     **{name: {"kl_coef": 0.0} for name in ("rloo", "remax", "reinforce_plus_plus")},
 }
 
@@ -183,7 +185,10 @@ def test_float32_is_close_and_needs_no_other_dtype(name):
 
 @pytest.mark.parametrize(
     "name",
-    [*("grpo", "dr_grpo", "rloo", "opo", "gpg", "sppo", "gdpo"), "dapo", "maxrl", "lite_ppo", "real", "gvpo", "a2po"],
+    [
+        *("grpo", "dr_grpo", "rloo", "opo", "gpg", "sppo", "gdpo"),
+        *("dapo", "maxrl", "lite_ppo", "real", "gvpo", "a2po", "maxpo"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_and_lonely_rows_give_exactly_zero(name, dtype):
@@ -199,7 +204,7 @@ ZERO_BY_GROUP = {
     *("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "opo", "gpg", "gdpo", "sppo", "dppo", "otb"),
     *("dppo by KL", "grpo, truncated importance weights"),
     *("maxrl", "lite_ppo", "fipo", "real", "gvpo", "a2po", "m2po", "rollout_is", "chord"),
-    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo"),
+    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "scalerl", "cfpo", "maxpo"),
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "sao", "ppo with everything"), "a critic scores, not the group"),
@@ -210,7 +215,7 @@ NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
     **dict.fromkeys(("distillation", "distillation direct"), "a teacher scores every token"),
     "rae": "the agent's past scores, not the group",
-    "prpo": "the batch scores, not the group",
+    **dict.fromkeys(("prpo", "flash_reinforce"), "the batch scores, not the group"),
     "gvpo to the reference": "log-ratios are compared too",
     "topr": "a constant is taken off, not the group's mean",
     "raft_plus_plus": "the best are imitated, even where all are",

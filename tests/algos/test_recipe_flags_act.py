@@ -16,7 +16,7 @@ from funrl.batch import Batch, as_dict
 from funrl.flags.arguments import arguments_of
 from funrl.trainer.settings.settings import settings_flags
 
-MADE = {"advantage", "returns", "weight", "imitated", "selected", "entropy_coefficient", "sampled"}
+MADE = {"advantage", "returns", "weight", "imitated", "selected", "entropy_coefficient", "prompt_tokens", "sampled"}
 NUMBERS = (0.05, 0.3, 0.45, 1.2, 1.7, 3.0, 6.0, 0.999)
 TEXTS = {  # values of arguments that are words
     "kl_kind": "k1",

@@ -19,7 +19,8 @@ from funrl.algos import (
 )
 from funrl.asynchrony.behaviour import StaleLossError, check_behaviour, reads_behaviour
 
-CORRECTED = {"dppo", "m2po", "rollout_is", "sao"}  # recipes whose ratio is to the engine that sampled
+# Recipes whose ratio is to the engine that sampled.
+CORRECTED = {"dppo", "m2po", "rollout_is", "sao", "scalerl", "flash_reinforce"}
 
 
 def accepted(algorithm):

@@ -33,8 +33,8 @@ def test_small_tensors_of_what_does_not_learn_are_summed_at_once(monkeypatch):
         assert one_shot.one_shot_sum(torch.ones(3, 8), "own").shape == (3, 8)  # as torch.compile traces it
 
 
-def with_kernel(mesh, wrong):
-    """`begin_one_shot_sums` with gloo in place of the kernel, and what `psum` gives then."""
+def with_kernel(mesh, wrong=False, unmapped=()):
+    """`begin_one_shot_sums` twice with gloo in place of the kernel, and what `psum` gives then."""
     patch = pytest.MonkeyPatch()
     calls = []
 
@@ -43,13 +43,21 @@ def with_kernel(mesh, wrong):
         return collectives._all_reduce(part, op, group) + (wrong and int(mesh.index("tensor")) == 1)
 
     def map_buffer(group, device):
+        if mesh.rank in unmapped:
+            return "no memory"
         one_shot._buffers[group] = torch.zeros(one_shot.MOST_BYTES, dtype=torch.uint8)
+        return None
 
     with patch.context() as patched:
         patched.setattr(collectives, "one_shot_problem", lambda *_: None)
         patched.setattr(collectives, "map_buffer", map_buffer)
         patched.setattr(torch.ops.symm_mem, "one_shot_all_reduce", kernel)
         problem = collectives.begin_one_shot_sums(mesh, "tensor")
+        buffers = dict(one_shot._buffers)
+        if problem is None:  # as for a second engine
+            assert collectives.begin_one_shot_sums(mesh, "tensor") is None
+            assert all(one_shot._buffers[group] is buffer for group, buffer in buffers.items())
+        assert not (unmapped and calls), "a sum was tried where not all ranks have memory"
         calls.clear()
         x = torch.arange(12.0).view(3, 4).T + mesh.rank  # not contiguous
         with torch.inference_mode():
@@ -66,6 +74,12 @@ def test_all_ranks_sum_at_once_or_none_does(wrong):
     problem, calls, sums = launch(lambda mesh: with_kernel(mesh, wrong), parse("tp2"), "cpu")
     assert problem == ("another rank cannot" if wrong else None) and calls == ([] if wrong else [48])
     assert sums == (2 * torch.arange(12.0).view(3, 4).T + 1).tolist()
+
+
+@pytest.mark.gloo
+def test_no_sum_is_tried_before_all_ranks_have_mapped_the_memory():
+    problem, calls, _ = launch(lambda mesh: with_kernel(mesh, unmapped=(1,)), parse("tp2"), "cpu")
+    assert problem == "another rank cannot" and not calls
 
 
 @pytest.mark.gloo

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from funrl.mesh.launch import launch, submesh
+from funrl.mesh.launch import launch, submesh, unbound
 from funrl.mesh.mesh import parse, single
 from funrl.mesh.pools.own_world import as_whole_world
 
@@ -42,6 +42,29 @@ def test_ranks_of_a_pool_make_groups_alone_and_the_runs_groups_stay():
         ((2, 0), 23, 3, 3, None),
         ((2, 1), 23, 3, 3, 10),
     ]
+
+
+@pytest.mark.gloo
+def test_a_pool_of_one_rank_makes_its_group_while_the_run_is_bound_to_no_device():
+    """NCCL would split the run's communicator, which all of its ranks have to call."""
+    new_group, bound = dist.new_group, []
+
+    def watched(*args, **options):
+        bound.append(dist.group.WORLD.bound_device_id)
+        with unbound(dist.group.WORLD):
+            return new_group(*args, **options)
+
+    def program(mesh):
+        pools = [submesh(mesh, parse("dp1"), [0]), submesh(mesh, parse("dp1"), [1])]
+        own = next(pool for pool in pools if pool.here)
+        world, dist.new_group = dist.group.WORLD, watched
+        world.bound_device_id = device = torch.device("cuda", mesh.rank)
+        with as_whole_world(own):
+            pass
+        after, world.bound_device_id = world.bound_device_id, None
+        return bound, after == device
+
+    assert launch(program, parse("dp2"), "cpu") == ([None], True)
 
 
 @pytest.mark.gloo

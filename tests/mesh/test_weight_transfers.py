@@ -189,3 +189,16 @@ def test_ten_versions_arrive_by_patches_with_the_bits_of_whole_weights(fault):
             assert policy.sent > whole / 2
         else:
             assert 0 < policy.changed < 0.02 and policy.sent < whole / 4
+
+
+def test_a_tensor_too_long_for_indices_is_sent_whole(monkeypatch):
+    old = torch.zeros(100, dtype=torch.bfloat16)
+    new = old.clone()
+    new[99] = 1
+    short = patches.encode_patch(new, old)
+    monkeypatch.setattr(patches, "INDEXED", 100)
+    whole = patches.encode_patch(new, old)
+    assert len(short) < len(whole) and len(whole) == patches.HEADER + new.nbytes
+    for patch in (short, whole):
+        patched, intact = patches.apply_patch(old, patch)
+        assert intact and torch.equal(patched, new)

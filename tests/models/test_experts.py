@@ -32,6 +32,12 @@ AXES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _any_bound(monkeypatch):
+    """As few rows as the bound says: tests have few tokens."""
+    monkeypatch.setattr(module, "LEAST_ROWS", 0)
+
+
 def weights():
     generator = torch.Generator().manual_seed(0)
 
@@ -297,6 +303,22 @@ def test_bounded_rows_are_exact_however_uneven_the_load(mesh, k, split, seed, mo
         assert len(gaps) == 1 and max(taken) <= 1.25 * slots / sizes["expert"] + sizes["expert"] * sizes["tensor"]
     if seed == 1:
         assert len(gaps) == 2 and gaps[0] > 1e-3  # slots without a row count 0
+
+
+@pytest.mark.parametrize("least", [T * K // 2 // 2, T * K // 2 // 2 - 1])
+def test_a_pass_of_few_slots_has_room_at_any_bound(least, monkeypatch):
+    """Half of the tokens of a rank of two send all their slots to one rank: that many rows are enough."""
+    monkeypatch.setattr(module, "LEAST_ROWS", least)
+    monkeypatch.setattr("funrl.models.expert_rows.pmax", lambda x, *_: x)
+    rows = ExpertRows(Mesh(parse("ep2")))
+    bounds = []
+
+    def run():
+        bounds.append(rows.bound)
+        return worst("ep2", K, rows=rows, ids_TK=drawn_ids(1, K))
+
+    assert rows.repeat(run) < 1e-12
+    assert len(bounds) == (1 if least == T * K // 2 // 2 else 2)
 
 
 def test_rows_of_one_half_of_the_tokens_travel_while_the_other_is_computed(monkeypatch):

@@ -184,6 +184,20 @@ def test_routes_are_recorded_on_all_ranks():
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
+def test_requests_that_are_cancelled_while_they_hold_no_page_have_empty_routes():
+    def program(mesh):
+        engine = engine_of(mesh, record_routes=True)
+        engine.submit([request._replace(sampling=Sampling(max_new_tokens=60)) for request in requests(2)])
+        for _ in range(4):
+            engine.step()
+        engine.pause()  # their pages are given up
+        return engine.cancel([0, 1])
+
+    for done in results_on(program, "ep2"):
+        assert [completion.finish for completion in done] == ["cancelled"] * 2
+        assert all(completion.routes is not None and (completion.routes == -1).all() for completion in done)
+
+
 def test_weights_in_8_bits_are_refused():
     model, _ = model_of("olmo2")
     with pytest.raises(ModelError, match="ranks of ep share no weights in 8 bits, and the mesh is ep2"):

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from small_engines import KINDS, NO_VLLM, PROMPTS, WIDE, ServerProcess, assert_same, load, weights
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh, MeshError, parse
+from funrl.mesh.patches import apply_patch
 from funrl.models import decoder_model
 from funrl.models.huggingface.names import names_of
 from funrl.rollout.engine import complete
@@ -142,6 +144,61 @@ def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
     server.shutdown()
 
 
+@pytest.mark.parametrize("first", ["load", "submit", "step", "cancel", "pause"])
+def test_a_server_restarted_while_nobody_asks_gets_its_state_back(first):
+    """The client's next request is its first to the new server."""
+
+    def start(port, core):
+        server = CoreServer(("127.0.0.1", port), lambda message: core)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        return server, thread
+
+    server, thread = start(0, CountingCore())
+    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, **BF16)
+    params = trees.map(lambda x: x.bfloat16(), weights(WIDE))
+    load(engine, params, 1)
+    if first not in ("submit", "load"):
+        engine.submit(requests_of([[1], [2, 3]], Sampling(max_new_tokens=4), 0))
+        engine.step()
+    server.shutdown()
+    thread.join(60)
+    server.server_close()
+    core = CountingCore()
+    server, _ = start(server.server_port, core)
+    if first == "load":
+        params["norm"][0] += 1  # few numbers: the client has patches
+        load(engine, params, 2)
+    if first in ("submit", "load"):
+        engine.submit(requests_of([[1], [2, 3]], Sampling(max_new_tokens=4), 0))
+    if first == "cancel":
+        engine.cancel([1])
+    if first == "pause":
+        engine.pause()
+        engine.resume()
+    done = []
+    while engine.unfinished():
+        done += engine.step()
+    assert engine.core.generation == 2 and core.loads == 1
+    for name, x in engine.weights.named(params):
+        assert torch.equal(core.weights[name], x), name
+    numbers = [0] if first == "cancel" else [0, 1]
+    assert [(item.number, item.tokens.tolist()) for item in done] == [(number, [1, 2, 3, 4]) for number in numbers]
+    server.shutdown()
+
+
+def test_an_error_of_vllm_is_no_restart():
+    core = CountingCore()
+    server = CoreServer(("127.0.0.1", 0), lambda message: core)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, timeout_s=120)
+    core.reload = lambda named_weights: 1 / 0
+    with pytest.raises(EngineServerError, match="ZeroDivisionError"):
+        load(engine, weights(WIDE), 1)
+    assert engine.core.generation == 1
+    server.shutdown()
+
+
 @pytest.fixture
 def served(monkeypatch):
     """A server over a core that counts, whose clients are soon given up."""
@@ -201,6 +258,55 @@ def test_patches_give_the_server_the_weights_of_a_whole_load(fault, monkeypatch)
             assert torch.equal(core.weights[name], x), (version, name)
     assert core.loads == 10
     server.shutdown()
+
+
+def test_a_tensor_too_long_for_indices_has_no_patch():
+    bucket = {"w": torch.empty(1 << 31, dtype=torch.bfloat16, device="meta")}
+    assert vllm_client_module.bucket_patch(0, bucket, bucket) is None
+
+
+def test_a_late_patch_does_not_overwrite_the_bucket_after_it(served, monkeypatch):
+    """The patch's client is gone; another sends all weights while the patch is applied."""
+    server, core = served
+    asked(server, "open")
+    old, new, sent = ({"w": torch.full((64,), value).bfloat16()} for value in (1.0, 2.0, 3.0))
+    new["w"][1:] = old["w"][1:]
+    patch = vllm_client_module.bucket_patch(0, old, new)
+    assert asked(server, "bucket", save(old))[0] == asked(server, "reload", b'{"buckets": 1}')[0] == 200
+    entered, leave = threading.Event(), threading.Event()
+
+    def late(*args):
+        entered.set()
+        leave.wait(60)
+        return apply_patch(*args)
+
+    monkeypatch.setattr(vllm_server, "apply_patch", late)
+    threads = [
+        threading.Thread(target=asked, args=(server, *rest)) for rest in (("patch", patch), ("bucket", save(sent)))
+    ]
+    threads[0].start()
+    assert entered.wait(60)
+    threads[1].start()
+    threads[1].join(0.5)
+    leave.set()
+    for thread in threads:
+        thread.join(60)
+    assert asked(server, "reload", b'{"buckets": 1}')[0] == 200
+    assert torch.equal(core.weights["w"], sent["w"])
+
+
+def test_a_reload_of_another_number_of_buckets_is_refused(served):
+    server, core = served
+    asked(server, "open")
+    bucket = save({"w": torch.ones(2)})
+    asked(server, "bucket", bucket)
+    for body in (b'{"buckets": 2}', b"{}"):
+        status, text = asked(server, "reload", body)
+        assert status == 400 and text.startswith("reload: ") and "buckets were sent" in text
+    assert core.loads == 0
+    for _ in range(2):
+        asked(server, "bucket", bucket)
+    assert asked(server, "reload", b'{"buckets": 2}')[0] == 200 and core.loads == 1
 
 
 def test_clients_that_say_nothing_block_nobody_and_are_closed(served):

@@ -182,14 +182,15 @@ def whole_batch(rows):
     """The rows of all ranks as one batch, in the order of their numbers; its fields as wide as the longest row."""
     width = -(-int(rows.lengths.max()) // 8) * 8
     fields = as_dict(rows.batch)
-    tokens = {name: x for name, x in fields.items() if not kind_of(rows.batch, name).everywhere}
-    parts = gather_objects((rows.own.tolist(), tokens), rows.mesh)
-    known = {number: {n: x[i] for n, x in part.items()} for own, part in parts for i, number in enumerate(own)}
-
-    def widened(x):
-        return torch.nn.functional.pad(x[:width], (*(0, 0) * (x.ndim - 1), 0, max(0, width - len(x))))
-
-    whole = {n: torch.stack([widened(known[i][n]) for i in range(len(rows.owner))]) for n in tokens}
+    kinds = {name: kind_of(rows.batch, name) for name in fields}
+    own_fields = {name: x for name, x in fields.items() if not kinds[name].everywhere}
+    own = [
+        {name: kinds[name].fit(kinds[name].select(x, torch.tensor([i])), width) for name, x in own_fields.items()}
+        for i in range(len(rows.own))
+    ]
+    parts = gather_objects(dict(zip(rows.own.tolist(), own, strict=True)), rows.mesh)
+    known = {number: row for part in parts for number, row in part.items()}
+    whole = {n: kinds[n].concatenate([known[i][n] for i in range(len(rows.owner))]) for n in own_fields}
     return Batch(schema_of(rows.batch), **{name: whole.get(name, x) for name, x in fields.items()})
 
 
@@ -259,11 +260,11 @@ def assert_same(first, other, tolerance):
     for a, b in zip(first["batches"], other["batches"], strict=True):
         assert a.names() == b.names()
         for name in a.names():
-            x, y = a.get(name), b.get(name)
-            if x.is_floating_point():
-                assert torch.equal(x.isnan(), y.isnan()) and (x - y).nan_to_num(0).abs().max() < tolerance, name
-            else:
-                assert torch.equal(x, y), name
+            for x, y in zip(trees.leaves(a.get(name)), trees.leaves(b.get(name)), strict=True):
+                if x.is_floating_point():
+                    assert torch.equal(x.isnan(), y.isnan()) and (x - y).nan_to_num(0).abs().max() < tolerance, name
+                else:
+                    assert torch.equal(x, y), name
     for a, b in zip(first["grads"], other["grads"], strict=True):
         assert_same_gradients(a, b, tolerance)
     for a, b in zip(first["metrics"], other["metrics"], strict=True):

@@ -11,6 +11,7 @@ from small_runs import GRPO, SIZES, assert_same, small_job, steps_program
 from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.models import expert_rows
+from funrl.models.decoder import experts
 from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface.peft_files import targets_of
@@ -60,17 +61,19 @@ def alone(deepseek, steps):
 @pytest.mark.parametrize("case", quick(MESHES, ["ep2"]))
 def test_steps_are_those_of_one_process(case, monkeypatch):
     """Where a bound that is far too low lets all passes of the first update, and of scoring, be computed again."""
+    monkeypatch.setattr(experts, "LEAST_ROWS", 0)
     monkeypatch.setattr(expert_rows, "FIRST_BOUND", 1)  # ranks are forked from this process
     mesh, sizes, more = MESHES[case]
     steps = 2 if case == "ep2" else 1  # rows of the second are of weights that an update has changed
     first, result = alone(sizes is DEEPSEEK, steps), steps_on(mesh, sizes, steps, **more)
     assert_same(result, first, 1e-9)
-    assert min(metrics["router/peak_rows"] for metrics in result["metrics"]) > 0.25
+    if "ep" in mesh:
+        assert min(metrics["router/peak_rows"] for metrics in result["metrics"]) > 0.25
     if sizes is DEEPSEEK:
         (bias,), (expected,) = (biases_of(run["weights"]["policy"]) for run in (result, first))
         assert torch.equal(bias, expected) and 0 < bias.abs().max() <= 2 * 0.01 + 1e-12
-    experts = [x for name, x in _grads(first) if "expert_" in name or name.endswith("router")]
-    assert len(experts) == 4 and all(x.abs().max() > 1e-6 for x in experts)
+    learned = [x for name, x in _grads(first) if "expert_" in name or name.endswith("router")]
+    assert len(learned) == 4 and all(x.abs().max() > 1e-6 for x in learned)
 
 
 @pytest.mark.slow

@@ -106,7 +106,9 @@ def test_a_bound_that_holds_leaves_the_promise_of_equal_bits_to_a_remark():
             trainer.gap_check.scored(rows, {GAP_METRIC: value})
 
 
-@pytest.mark.parametrize("text", ["stop:p99>0.1", "halt", "stop:logprob_gap_p99", "say:ratio_mean=1", "stop:"])
+@pytest.mark.parametrize(
+    "text", ["stop:p99>0.1", "halt", "stop:logprob_gap_p99", "say:ratio_mean=1", "stop:", "stop:ratio_mean>1e400"]
+)
 def test_a_rule_that_means_nothing_is_refused(text):
     with pytest.raises(SettingsError, match=r"on_gap.*stop:logprob_gap_p99>0"):
         small_job(GRPO, on_gap=text)

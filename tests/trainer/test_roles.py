@@ -290,6 +290,14 @@ def test_a_critic_learns_several_times_from_the_rows_of_an_update():
     assert equal(ends[1]["critic"].params, critics["critic"].params)
 
 
+def test_an_update_of_the_critic_that_is_left_out_is_not_repeated():
+    run, state = start(ppo, critic_updates=3, minibatches=1)
+    rows, state, _ = scored_batch(run, state)
+    rows = rows.with_fields(returns=rows.batch.returns * float("nan"))
+    state, metrics = phases.learn_batch(run, state, rows)
+    assert metrics["update/skipped"] == 1 and "critic/vf_loss" not in metrics and "actor/pg_loss" in metrics
+
+
 def test_parts_of_one_role_alone_are_frozen():
     run, state = start(ppo, freeze="critic:attention,unembed")
     before = {name: trees.clone(role.params) for name, role in state.roles.items()}
@@ -308,7 +316,13 @@ def test_parts_of_one_role_alone_are_frozen():
 
 @pytest.mark.parametrize(
     "given, problem",
-    [("critik:attention", "no critik learns; there are critic, policy"), ("critic:atention", "begins with 'atention'")],
+    [
+        ("critik:attention", "no critik learns; there are critic, policy"),
+        ("critic:atention", "begins with 'atention'"),
+        ("critic:unembed", "begins with 'unembed'"),
+        (":attention", "no role learns"),
+        ("none,critic:attention", "none stands alone"),
+    ],
 )
 def test_a_role_or_part_that_is_not_there_cannot_be_frozen(given, problem):
     with pytest.raises(SettingsError, match=f"--freeze={given}: .*{problem}"):

@@ -1,7 +1,10 @@
 """An update that is not finite is left out, and explained by the number that caused it."""
 
+import contextlib
 import dataclasses
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,11 @@ from funrl.algos.recipes.rloo import rloo
 from funrl.batch import Batch
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
+from funrl.mesh.mesh import SINGLE, Mesh, parse
+from funrl.models.expert_rows import FIRST_BOUND, ExpertRows
 from funrl.trainer.loop import train_loop
+from funrl.trainer.steps import skipped, step
+from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.skipped import cause_in
 from funrl.trainer.steps.step_rows import rows_of
 
@@ -58,6 +65,54 @@ def test_too_many_in_a_row_stop_the_run_with_its_state_saved(tmp_path):
     assert [metrics["update/skipped"] for _, metrics in steps] == [2, 2]
     assert (tmp_path / "checkpoints" / "step-2").exists()
     assert len([note for note in notes if "left out" in note]) == 4
+
+
+@pytest.fixture
+def expert_rows(monkeypatch):
+    """The bound of rows on ranks of experts that are all simulated by this one."""
+    monkeypatch.setattr("funrl.models.expert_rows.pmax", lambda x, *_: x)
+    return ExpertRows(Mesh(parse("ep8")))
+
+
+def role_with(expert_rows) -> Any:
+    placed = SimpleNamespace(expert_rows=expert_rows, mesh=SINGLE)
+    return SimpleNamespace(placed=placed, stored={}, metric="loss", prefix="actor")
+
+
+@pytest.mark.parametrize(("loss", "passes", "bound"), [(1.0, 2, 40), (float("nan"), 1, FIRST_BOUND)])
+def test_only_an_update_of_finite_numbers_is_computed_again_with_more_rows(
+    expert_rows, monkeypatch, loss, passes, bound
+):
+    bounds = []
+
+    def gradient(*_):
+        bounds.append(expert_rows.bound)
+        expert_rows.add(torch.tensor([8.0]))  # all tokens on one rank
+        return step.Gradient({}, {}, torch.tensor(loss), [torch.tensor(loss)])
+
+    monkeypatch.setattr(step, "gradient", gradient)
+    monkeypatch.setattr(step, "global_norm", lambda *_: torch.tensor(1.0))
+    totals = step.LossTotals((), torch.tensor(0))
+    with contextlib.suppress(step.NotFiniteError):
+        step.train_step(role_with(expert_rows), RoleState({}, ()), (), totals)
+        assert loss == 1.0
+    assert len(bounds) == passes
+    with expert_rows.bounded():
+        assert expert_rows.bound == bound
+
+
+def test_an_odd_term_is_looked_for_with_bounded_rows(expert_rows, monkeypatch):
+    rows = rows_with().batch
+    bounds = []
+
+    def present_scores(*_):
+        bounds.append(expert_rows.bound)
+        return SimpleNamespace(x=torch.full((3, 4), float("nan")), rows=rows)
+
+    monkeypatch.setattr(skipped, "present_scores", present_scores)
+    text = skipped.odd_term(role_with(expert_rows), {}, [rows, rows])
+    assert text is not None and "before any term of its loss" in text
+    assert bounds == [FIRST_BOUND] * 2 and expert_rows.bound is None
 
 
 def rows_with(**fields):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +21,13 @@ from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.fields import FIELDS
 from funrl.mesh import collectives, sums
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import parse, single
+from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import Layout, shard
 from funrl.trainer.jobs.build import build
 from funrl.trainer.phases import learn_batch
 from funrl.trainer.steps import step as steps
 from funrl.trainer.steps.micro import mini_batches, own_micro_batches
+from funrl.trainer.steps.optimizer import is_constant
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step import gradient
@@ -107,6 +109,62 @@ def test_sums_over_ranks_begin_in_the_last_backward_pass_with_the_same_bits():
     assert events.count("gradient") == leaves
     waiting = [events[: i + 1].count("gradient") - events[:i].count("sum") for i, e in enumerate(events) if e == "sum"]
     assert max(waiting) <= 8, "a layer's gradients at most wait for one that comes before them"
+
+
+def _summed_tree(scale):
+    """A function of weights as an objective, in the order in which a model with pictures uses them."""
+
+    def objective(params, *_):
+        x = (params["embed"] * params["vision"]["project"]).cos()
+        for layer in params["layers"]:
+            x = (x + layer["router_bias"].detach()).sin() * layer["w"]
+        return (scale * x * params["norm"].detach() * params["unembed"]).sum(), ((torch.ones(()),), {})
+
+    return objective
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["one micro-batch", "several"])
+def test_no_bucket_waits_for_a_weight_without_a_gradient(earlier, monkeypatch):
+    """A frozen norm, biases of routers, and a projector whose gradient is the last."""
+    started = []
+    monkeypatch.setattr(sums, "SUM_BYTES", 1)  # each leaf is a bucket
+    monkeypatch.setattr(collectives, "start_psum", lambda x, *where: started.append(len(x)) or 2 * x)
+    monkeypatch.setattr(collectives, "wait", lambda x: x)
+    monkeypatch.setattr(steps, "objective", _summed_tree(1.0))
+    weight = iter(torch.linspace(0.5, 1.5, 7))
+    shapes = {
+        "embed": 0,
+        "layers": ({"router_bias": 0, "w": 0}, {"router_bias": 0, "w": 0}),
+        "norm": 0,
+        "unembed": 0,
+        "vision": {"project": 0},
+    }
+    params = trees.map(lambda _: next(weight, torch.tensor(2.0)).expand(3).clone(), shapes)
+    layouts = trees.map(lambda x: Layout((3,), ((),), (2, 1, 1, 1)), params)
+    model = SimpleNamespace(abilities=SimpleNamespace(code=""))
+    placed = SimpleNamespace(mesh=Mesh(parse("dp2")), model=model)
+    role: Any = SimpleNamespace(stored=layouts, compute=layouts, partial=None, placed=placed, frozen=("norm",))
+    _, gradients = trees.value_and_grad(_summed_tree(1.0))(params)
+    last = steps.LastMicroBatch(role, params, trees.clone(gradients) if earlier else None, None)
+    begun = {}
+
+    def watched_add(i, grad):
+        begun[i] = len(started)
+        last.add(i, grad)
+
+    _, own = trees.value_and_grad(last.objective, watched_add)(params)
+    assert len(started) == len(last.sums.buckets) == 9
+    assert max(begun) == 7 and begun[7] >= 7, "only the embedding comes as late as the projector"
+    summed, _ = last.finish(own)
+    factor = 4 if earlier else 2
+    assert all(map(torch.equal, trees.leaves(summed), [factor * x for x in trees.leaves(gradients)]))
+
+
+def test_constant_weights_are_those_frozen_and_those_that_a_model_of_this_package_reads_detached():
+    models: list[Any] = [SimpleNamespace(abilities=SimpleNamespace(code=code)) for code in ("", "SwiftFormer")]
+    names = ("norm", "layers/0/router_bias", "layers/0/layer_scale", "layers/0/w")
+    assert [is_constant(name, models[0], ("norm",)) for name in names] == [True, True, True, False]
+    assert [is_constant(name, models[1], ("norm",)) for name in names] == [True, False, False, False]
 
 
 def norm(tree):

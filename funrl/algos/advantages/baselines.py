@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.advantages.groups import Groups, group_max, group_mean, group_std, group_sum, groups_of
+from funrl.algos.advantages.groups import Groups, group_max, group_mean, group_min, group_std, group_sum, groups_of
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.losses.pair_losses import check_beta
 from funrl.algos.masks import where_masked
@@ -307,6 +307,74 @@ def best_of_group(eps: float | None = 1e-6) -> Advantage:
         return lead_B if eps is None else lead_B / (group_std(x_B, groups) + eps)
 
     return stateless(lead, per="row")
+
+
+def max_at_k(k: int = 4) -> Advantage:
+    """Advantages for max@k, the expected best of k completions: n (m_n - m_{n-1}[i]), on [B].
+
+    m_n is the mean over all sets of k rows of the group of the largest x in the set, an unbiased estimate of max@k from
+    n rows; m_{n-1}[i] is the same without row i. The difference is k times
+
+        mean_{S with i} max_S x - mean_{S without i} max_S x,
+
+    so (1 / n) sum_i A_i grad log pi(i) is an unbiased estimate of the gradient of max@k, and the advantages of a group
+    add up to 0. k = 1 is `leave_one_out`.
+
+    Args:
+      k: completions of which the best counts, at least 1. A group of n <= k rows gets the advantages of max@(n - 1),
+        and one row gets 0.
+    Needs: group [B].
+
+    Raises:
+      ValueError: k is below 1.
+    References: Takashiro et al., 2026, https://arxiv.org/abs/2606.06080; PKPO, Walder and Karkhanis, 2025,
+      https://arxiv.org/abs/2505.15201, whose advantages do not add up to 0.
+    """
+    if k < 1:
+        raise ValueError(f"max_at_k({k}): k must be at least 1")
+
+    def compare(x_B: Tensor, batch: Batch) -> Tensor:
+        if not len(x_B):
+            return x_B
+        groups = groups_of(batch.group)
+        table_GN, order_B, place_B = _sorted_groups((x_B - group_min(x_B, groups)).double(), groups)
+        size_G1 = groups.index.bincount(minlength=groups.count).double()[:, None]
+        rank_GN = torch.arange(table_GN.shape[1], device=x_B.device).double().expand_as(table_GN)
+        most_G1 = (size_G1 - 1).clamp(min=1, max=k)
+        whole_GN = table_GN * _largest_shares(rank_GN, size_G1, most_G1)
+        below_GN = table_GN * _largest_shares(rank_GN, size_G1 - 1, most_G1)  # of rows below the one left out
+        above_GN = table_GN * _largest_shares(rank_GN - 1, size_G1 - 1, most_G1)
+        without_GN = below_GN.cumsum(1) - below_GN + above_GN.sum(1, keepdim=True) - above_GN.cumsum(1)
+        advantage_GN = size_G1 * (whole_GN.sum(1, keepdim=True) - without_GN) * (size_G1 > 1)
+        out_B = torch.empty_like(x_B)
+        out_B[order_B] = advantage_GN[groups.index[order_B], place_B].to(x_B.dtype)
+        return out_B
+
+    return stateless(compare, per="row")
+
+
+def _sorted_groups(x_B: Tensor, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of each group in ascending order.
+
+    Returns: [G, N] a row for each group, 0 after its last number; [B] the rows by group and number; [B] their columns.
+    """
+    by_number_B = x_B.argsort(stable=True)
+    order_B = by_number_B[groups.index[by_number_B].argsort(stable=True)]
+    index_B = groups.index[order_B]
+    counts_G = groups.index.bincount(minlength=groups.count)
+    place_B = torch.arange(len(x_B), device=x_B.device) - (counts_G.cumsum(0) - counts_G)[index_B]
+    table_GN = x_B.new_zeros(groups.count, int(counts_G.max()))
+    table_GN[index_B, place_B] = x_B[order_B]
+    return table_GN, order_B, place_B
+
+
+def _largest_shares(rank_GN: Tensor, size_G1: Tensor, k_G1: Tensor) -> Tensor:
+    """Shares of the sets of k among n rows whose largest is the row of a rank, from 0: C(rank, k - 1) / C(n, k)."""
+    share_GN = (k_G1 / size_G1.clamp_min(1)).expand(rank_GN.shape)
+    for taken in range(1, int(k_G1.max())):
+        factor_GN = (rank_GN - taken + 1).clamp_min(0) / (size_G1 - taken).clamp_min(1)
+        share_GN = torch.where(taken < k_G1, share_GN * factor_GN, share_GN)
+    return share_GN
 
 
 def _one_group(x_B: Tensor) -> Groups:

@@ -1,7 +1,8 @@
-"""Pieces that select tokens of the batch: clip-cov, kl-cov, the highest entropies; the adaptive entropy bonus.
+"""Pieces that select or count tokens of the batch: clip-cov, kl-cov, the highest entropies; adaptive entropy bonus.
 
 A choice over the whole batch is made once, by an advantage piece at the end of the chain, and passed to the terms as a
-field: `selected`, `weight` or `entropy_coefficient`. Micro-batches and data ranks thus see the same choice.
+field: `selected`, `weight`, `entropy_coefficient` or `prompt_tokens`. Micro-batches and data ranks thus see the same
+choice.
 
     clip-cov: chain(..., select_covariance_between()), off_selected(clipped_surrogate())
     kl-cov:   chain(..., select_highest_covariance()), add(surrogate(), scale(0.1, on_selected(kl_to_old("abs"))))
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.algos.advantages.groups import group_sum, groups_of
 from funrl.algos.core import Advantage, Signal, check_rank
 from funrl.algos.losses.ratios import either
 from funrl.algos.masks import total, where_masked
 from funrl.algos.metrics import Mean, mean_over_tokens
-from funrl.batch import Batch
+from funrl.batch import TOKEN_INT, Batch
 
 
 def covariance(advantage_BT: Tensor, logp_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
@@ -196,5 +198,19 @@ def mark_positives(threshold: float = 0.0) -> Advantage:
     def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         positive_B = batch.across.own(batch.score > threshold)
         return signal._replace(extra=signal.extra | {"imitated": signal.mask & positive_B[:, None]}), state
+
+    return Advantage(lambda: (), update)
+
+
+def count_prompt_tokens() -> Advantage:
+    """Count the unrejected tokens of each group, for `prompt_mean`. Put it last in the chain.
+
+    Needs: group [B]. Makes: prompt_tokens [B, T]. The signal's x is unchanged.
+    """
+
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
+        tokens_B = group_sum(batch.across.sums(signal.mask), groups_of(batch.group))
+        tokens_bT = batch.across.own(tokens_B)[:, None].to(TOKEN_INT) * signal.mask
+        return signal._replace(extra=signal.extra | {"prompt_tokens": tokens_bT}), state
 
     return Advantage(lambda: (), update)

@@ -58,10 +58,12 @@ def reject_divergence(
 ) -> Advantage:
     """Drop tokens or rows whose divergence between engine and trainer exceeds a bound.
 
-    k2 = d^2 / 2, k3 = exp(d) - 1 - d, both of KL(engine || trainer) and never below 0.
+    k2 = d^2 / 2, k3 = exp(d) - 1 - d, both of KL(engine || trainer) and never below 0. binary is the KL of the choice
+    "this token or another": p log(p / q) + (1 - p) log((1 - p) / (1 - q)) with p = engine(t), q = trainer(t), each
+    clamped to 1e-6 from 0 and 1.
 
     Args:
-      kind: "k2" or "k3"; for k1, which bounds the ratio, see `reject_ratio`.
+      kind: "k2", "k3" or "binary"; for k1, which bounds the ratio, see `reject_ratio`.
       over: "token"; or the "sum", "mean" or "max" over the tokens of a row, which rejects the whole row.
       high: bound, in nats, at least 0.
       in_denominator: leave rejected tokens in the mask, with a weight of 0.
@@ -69,14 +71,17 @@ def reject_divergence(
 
     Raises:
       ValueError: kind or over is unknown, or the bound is below 0.
+    References: binary, over the mean: FlashREINFORCE, Hu et al., 2026, https://github.com/yifanzhang-pro/FlashREINFORCE
     """
-    if kind not in ("k2", "k3") or over not in ("token", "sum", "mean", "max"):
-        raise ValueError(f"reject_divergence({kind!r}, {over!r}): kind is k2 or k3, over is token, sum, mean or max")
+    if kind not in _DIVERGENCES or over not in ("token", "sum", "mean", "max"):
+        raise ValueError(
+            f"reject_divergence({kind!r}, {over!r}): kind is k2, k3 or binary, over is token, sum, mean or max"
+        )
     if high < 0:
         raise ValueError(f"reject_divergence(high={high}): the bound must be at least 0")
 
     def within(d_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
-        k_BT = 0.5 * d_BT.square() if kind == "k2" else d_BT.expm1() - d_BT
+        k_BT = _DIVERGENCES[kind](d_BT, batch)
         if over == "token":
             return k_BT <= high
         if over == "max":
@@ -87,6 +92,18 @@ def reject_divergence(
         return (sum_B1 <= bound_B1).expand(k_BT.shape)
 
     return _rejection(within, in_denominator)
+
+
+def _binary_divergence(d_BT: Tensor, batch: Batch) -> Tensor:
+    p_BT, q_BT = (x.to(d_BT.dtype).exp().clamp(1e-6, 1 - 1e-6) for x in (batch.rollout_logp, batch.old_logp))
+    return p_BT * (p_BT / q_BT).log() + (1 - p_BT) * (torch.log1p(-p_BT) - torch.log1p(-q_BT))
+
+
+_DIVERGENCES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "k2": lambda d_BT, batch: 0.5 * d_BT.square(),
+    "k3": lambda d_BT, batch: d_BT.expm1() - d_BT,
+    "binary": _binary_divergence,
+}
 
 
 def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.masks import sequence_sums, where_masked
+from funrl.algos.metrics import PieceError
 from funrl.algos.terms import EpisodeTokens, Reduction
 
 
@@ -67,6 +68,35 @@ def sequence_mean() -> Reduction:
         return Reduction(_first_rows(episodes), shares)
 
     return Reduction(_sequences, numerators, of_episodes)
+
+
+def prompt_mean() -> Reduction:
+    """The mean over prompts of the mean over all tokens of the prompt's group. Each prompt weighs the same.
+
+    With n(t) the tokens of the group of token t, it is sum_t L[t] / n(t) over sum_t 1 / n(t), whose denominator is the
+    number of prompts. A mini-batch with a part of a group's tokens counts this part of a prompt, so that mini-batches,
+    micro-batches and ranks add up whatever rows they hold.
+
+    Needs: prompt_tokens [B, T], made by `count_prompt_tokens`.
+
+    References: ScaleRL, Khatri et al., 2025, https://arxiv.org/abs/2510.13786
+
+    Warning: SkyRL's prompt_mean counts the tokens of a mini-batch, which must hold whole groups.
+    """
+
+    def of_prompts(tokens_BT: Tensor) -> Reduction:
+        def parts(mask_BT: Tensor) -> Tensor:
+            return where_masked(tokens_BT.double().clamp_min(1).reciprocal(), mask_BT)
+
+        def numerators(loss_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
+            return _summed(loss_BT * parts(mask_BT).to(loss_BT.dtype), mask_BT, segments_BT)
+
+        return Reduction(lambda mask_BT, segments_BT: (parts(mask_BT).sum(),), numerators)
+
+    def uncounted(*_: object) -> tuple[Tensor]:
+        raise PieceError("prompt_mean() needs the groups of a batch: give it to reduce(term, prompt_mean())")
+
+    return Reduction(uncounted, uncounted, of_prompts=of_prompts)
 
 
 def sequence_sum_mean() -> Reduction:

@@ -1,6 +1,6 @@
 """Policy terms that gate the ratio in other ways than the clipped surrogate.
 
-CISPO, SAPO, GPG, DPPO, TOPR and DRO use them.
+CISPO, SAPO, GPG, DPPO, TOPR, DRO and CFPO use them.
 
 | term | loss per token, A the advantage, r = pi / pi_old, sg stops the gradient | of |
 |---|---|---|
@@ -12,6 +12,7 @@ CISPO, SAPO, GPG, DPPO, TOPR and DRO use them.
 | `soft_gate` | -A sigmoid(tau (r - 1)) 4 / tau | SAPO |
 | `divergence_mask` | -A sg(min(r, cap) [near]) log pi | DPPO |
 | `direct_reward` | -(A log pi - beta/2 log(r)^2) | DRO |
+| `quadratic_surrogate` | -(A r - abs(A) (r - 1)^2 / (2 clip)) | CFPO |
 """
 
 from __future__ import annotations
@@ -261,5 +262,39 @@ def direct_reward(beta: float = 0.1) -> Term:
     def term(logp_BT: Tensor, batch: Batch):
         moved_BT = log_ratio(logp_BT, batch)
         return 0.5 * beta * moved_BT.square() - batch.advantage * logp_BT, {"actor/ppo_kl": -moved_BT}
+
+    return term
+
+
+def quadratic_surrogate(clip: float = 0.2, ratio: Ratio | None = None) -> Term:
+    """-(A r - abs(A) (r - 1)^2 / (2 clip)): a quadratic penalty instead of the clip.
+
+    It is convex in r, and has its minimum where the clip of the surrogate begins: at 1 + clip where A > 0, at 1 - clip
+    where A < 0. Beyond, the gradient pulls the ratio back instead of vanishing.
+
+    Args:
+      clip: distance of the minimum from 1, above 0.
+      ratio: how the ratio is taken; None is `token_ratio()`.
+    Needs: old_logp, advantage [B, T].
+    Returns: a term; loss [B, T] in the advantage's unit; metrics "actor/pg_clipfrac" (the ratio is beyond the minimum),
+      "actor/ppo_kl".
+
+    Raises:
+      ValueError: clip is not above 0.
+    References: CFPO, Cagatan et al., 2026, https://arxiv.org/abs/2601.22801; SPO, Xie et al., 2024,
+      https://arxiv.org/abs/2401.16025
+    """
+    if clip <= 0:
+        raise ValueError(f"quadratic_surrogate(clip={clip}): it must be above 0")
+    ratio = or_token_ratio(ratio)
+
+    def term(logp_BT: Tensor, batch: Batch):
+        a_BT = batch.advantage
+        moved_BT = ratio(logp_BT, batch) - 1
+        loss_BT = a_BT.abs() * moved_BT.square() / (2 * clip) - a_BT * (1 + moved_BT)
+        return loss_BT, {
+            "actor/pg_clipfrac": (a_BT.sign() * moved_BT > clip).to(a_BT.dtype),
+            "actor/ppo_kl": -log_ratio(logp_BT, batch),
+        }
 
     return term

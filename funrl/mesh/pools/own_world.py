@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from funrl.mesh.launch import unbound
 from funrl.mesh.mesh import AXES, Mesh
 
 FIRST_NUMBER = 1_000_000  # in the names of groups that are made here: names of the run's own later ones are theirs
@@ -31,7 +32,8 @@ def as_whole_world(mesh: Mesh) -> Iterator[None]:
     run = world.default_pg
     count = world.group_count
     ranks = list(mesh.ranks)
-    own: Any = mesh.group(AXES) if mesh.world > 1 else dist.new_group(ranks, use_local_synchronization=True)
+    with unbound(run):
+        own: Any = mesh.group(AXES) if mesh.world > 1 else dist.new_group(ranks, use_local_synchronization=True)
     world.group_count = FIRST_NUMBER
     c10d._update_default_pg(own)
     try:

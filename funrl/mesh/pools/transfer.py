@@ -342,13 +342,13 @@ class WeightReceiver:
 
     def _receive_next(self) -> None:
         number = self._next
+        _follow_program(self.mesh.device)  # its loads may still read memory that this transfer reuses
         notice: TransferNotice = read_value(f"{TRANSFERS_KEY}/{number}")
         arrived = {}
         intact = True
         for name in notice.versions:
             form = self._further if name else self._form
             if notice.patches and not name:
-                _follow_program(self.mesh.device)
                 tree, intact, _ = reshard_patches(None, form.held(), form.plan, self.mesh, group=self._group)
             else:
                 tree = reshard(None, form.plan, self.mesh, group=self._group)

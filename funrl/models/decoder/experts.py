@@ -8,8 +8,9 @@ Every token goes to its k experts, which may be on other ranks of `expert`. Ther
 | gathered | every token to every rank of the group: all_gather | psum_scatter | else: a few tokens, and XLA |
 
 No size depends on what the router says, so the host waits for no device. The experts of a rank have a fixed number of
-rows: as many as all slots could take, or up to a bound (`RoutingInputs.row_bound`). Slots that find no room count 0,
-and the load's `peak` is then above the bound: such a pass is repeated with more rows, as `ExpertRows` does.
+rows: as many as all slots could take, or up to a bound (`RoutingInputs.row_bound`), but at least `LEAST_ROWS` from each
+rank. Slots that find no room count 0, and the load's `peak` is then above the bound: such a pass is repeated with more
+rows, as `ExpertRows` does.
 
 Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's. Where the residual
 stream is split, a tensor rank sends its own tokens alone to other ranks of `expert`, and the tensor ranks there, which
@@ -71,6 +72,9 @@ from funrl.models.token_costs import LayerCost
 
 EXPERT_GATE_UP = "expert_gate_up"  # beside its parts in weights that do not learn: [E, 2 F, D]
 _STACKED = ("expert_gate", "expert_up")
+# Rows from each rank at any bound: of few slots a rank can get more than the bound by chance, which should not raise it
+# for longer passes. So few rows cost no memory.
+LEAST_ROWS = 256
 
 
 def stack_gate_up(params: trees.Tree) -> trees.Tree:
@@ -347,7 +351,8 @@ def dispatch_exchanged(
     paths = []
     for ids_tK in _without_padding(experts, way, ids_TK, own).chunk(halves):
         slots = ids_tK.numel()
-        rows = slots if way.row_bound is None else min(slots, -(-way.row_bound * slots // (4 * ranks)))
+        bounded = slots if way.row_bound is None else max(-(-way.row_bound * slots // (4 * ranks)), LEAST_ROWS)
+        rows = min(slots, bounded)
         sent.append(slots_by_rank(ids_tK, ranks, own, rows))
         paths.append(([rows] * ranks, [rows] * ranks, way.mesh, way.over))
     ends_SE = all_to_all(torch.cat([part.ends for part in sent], 1), way.mesh, way.over, split=0, concat=0)
@@ -356,8 +361,10 @@ def dispatch_exchanged(
     for i, (_, path, _, ends_Se, _) in enumerate(parts):
         y_MD = _at_experts(experts, way, params, wait_rows(rows_MD[i], *path), ends_Se)
         rows_MD[i] = start_rows(y_MD, *path)
-    rows_MD = [wait_rows(y_MD, *path) for y_MD, path in zip(rows_MD, paths, strict=True)]
-    sums = [combine(y_MD, weights_tK, part) for y_MD, (part, _, _, _, weights_tK) in zip(rows_MD, parts, strict=True)]
+    sums = [  # of the first half while rows of the second come home
+        combine(wait_rows(y_MD, *path), weights_tK, part)
+        for y_MD, (part, path, _, _, weights_tK) in zip(rows_MD, parts, strict=True)
+    ]
     peaks = [_peak(way, part.needed, part.row_TK.numel()) for part in sent]
     return torch.cat(sums), torch.stack(peaks).max()
 
@@ -382,10 +389,9 @@ def _without_padding(experts: Experts, way: Dispatch, ids_TK: Tensor, own: int) 
 
 
 def _peak(way: Dispatch, needed: Tensor, slots: int) -> Tensor:
-    """Rows that a rank's experts need over a rank's share of some slots; 0: each rank has all experts."""
-    return (
-        needed.double() * (way.mesh.size(way.over) / slots) if way.over else needed.new_zeros((), dtype=torch.float64)
-    )
+    """Rows that a rank's experts need over its share of some slots; 0: it has them at any bound, or has all experts."""
+    peak = needed.double() * (way.mesh.size(way.over) / slots) if way.over else torch.zeros_like(needed).double()
+    return torch.where(needed > LEAST_ROWS, peak, 0.0)
 
 
 def _logits(experts: Experts, params: trees.Tree, h_BTD: Tensor) -> Tensor:

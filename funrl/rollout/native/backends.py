@@ -33,6 +33,7 @@ from funrl.models.decoder.experts import stack_gate_up
 from funrl.models.equivalent_layer import computes_as
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
+from funrl.rollout.kept_tokens import keep_tokens
 from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.native.device.decode_state import (
     DecodeForm,
@@ -366,6 +367,14 @@ class TorchBackend:
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
 
+    def keep(self, output_M: Tensor, source_R: Tensor, token_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        parts = [
+            keep_tokens(self.logits(output_M[source]), token, sampling)
+            for source, token in zip(source_R.split(self.rows_at_once), token_R.split(self.rows_at_once), strict=True)
+        ]
+        logp_R, bits_RB = (torch.cat(x) for x in zip(*parts, strict=True))
+        return logp_R, bits_RB
+
 
 def _own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
@@ -478,6 +487,9 @@ class PackedBackend:
         if sampling.truncated or seen_RV is not None:
             return sample_tokens(output_M[source_R], noise_R, sampling, seen_RV=seen_RV)
         return self._packed.sample(output_M, source_R, noise_R, sampling.temperature)
+
+    def keep(self, output_M: Tensor, source_R: Tensor, token_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        return keep_tokens(output_M[source_R], token_R, sampling)
 
 
 def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:

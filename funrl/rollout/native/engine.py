@@ -59,6 +59,8 @@ class NativeOptions(NamedTuple):
         (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding) and are sampled in one pass where few rows
         are decoded; 0: no drafts. A draft changes no completion.
       record_routes: let completions have the experts that their tokens went to.
+      record_kept: let completions have the tokens that truncated sampling could take; their `sampling_logp` is that of
+        the trainer's replay.
       engines: number of engines that share the free memory for their caches.
       snapshot_tokens: tokens between two snapshots of states, by which a known prefix is reused in a model that has
         some; they share `cache_bytes`. 0: there are none.
@@ -77,6 +79,7 @@ class NativeOptions(NamedTuple):
     packed: bool = True
     speculate: int = 0
     record_routes: bool = False
+    record_kept: bool = False
     engines: int = 1
     snapshot_tokens: int = 0
     static: bool | None = None
@@ -234,6 +237,16 @@ class NativeEngine:
     def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
         """Record routes in completions: (pages, tokens) -> the experts of a sequence's first tokens."""
         self._sequences.routes = routes
+
+    def record_kept(self, wanted: bool) -> None:
+        """Record in completions the tokens that truncated sampling could take, or do not.
+
+        Raises:
+          ModelError: several ranks of expert share rows.
+        """
+        if wanted and self._ranks > 1:
+            raise ModelError("record_kept is True: ranks of expert share rows, which are not recorded; leave it out")
+        self._sequences.records_kept = wanted
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shards of all weights; see `Engine`.
@@ -505,13 +518,14 @@ def native_engine(
         problem = begin_one_shot_sums(mesh, "tensor")
         log.info("sums over tensor ranks while decoding: %s", f"by NCCL, as {problem}" if problem else "in one kernel")
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
-    problem = static_problem(model, backend, options.speculate) if by_static else None
+    problem = static_problem(model, backend, options.speculate, options.record_kept) if by_static else None
     if problem is not None:
         log.info("decoding is not by passes of static shape: %s", problem)
     weights = dataclasses.replace(native_weights(model, mesh, dtype), float8=options.float8)
     engine = NativeEngine(model, weights, backend, options=options, static=by_static and problem is None)
     if options.record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
+    engine.record_kept(options.record_kept)
     return engine
 
 

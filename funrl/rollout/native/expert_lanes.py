@@ -61,6 +61,8 @@ class ExpertLanesBackend(TorchBackend):
 
     def routes(self, pages: Sequence[int], tokens: int) -> Tensor:
         """As `TorchBackend.routes`, on all ranks."""
+        if not pages:  # of a request that was canceled while it waited; every rank sees that
+            return super().routes(pages, tokens)
         own = pages[0] // self._pages == self._own
         ids_TC = super().routes([page % self._pages for page in pages], tokens)
         ids_TC = ids_TC if own else torch.zeros_like(ids_TC)

@@ -142,6 +142,10 @@ class Backend(Protocol):
         """
         ...
 
+    def keep(self, output_M: Tensor, source_R: Tensor, token_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of sampled tokens, and bits of those that could be sampled, as `keep_tokens`."""
+        ...
+
 
 def run_plan(backend: Backend, plan: PassPlan) -> Tensor:
     """The output of a planned pass; cells and pages are copied around it."""

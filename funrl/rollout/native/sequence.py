@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.truncated_scores import KeptTokens
+from funrl.rollout.kept_tokens import ID
 from funrl.rollout.native.pages import ROOT
 from funrl.rollout.native.prompt_lookup import PromptLookup
 from funrl.rollout.requests import Completion, Finish, Request
@@ -23,6 +25,7 @@ class RunningSequence:
       text: tokens of prompt and completion, as of when it last had no slot.
       logps: [2, T] sampling and raw log-probabilities of the completion's tokens in `text`.
       versions: (first token of the completion, version of the weights) pairs, ascending.
+      kept: ids that could be sampled at each token of the completion in `text`; None: they are not recorded.
       slot: its row of the arrays; -1: it has no slot.
       pages: pages that hold its keys and values, in order.
       cell: its cell of the cache; -1: it has none.
@@ -42,6 +45,7 @@ class RunningSequence:
     text: np.ndarray
     logps: np.ndarray
     versions: list[tuple[int, int]]
+    kept: list[np.ndarray] | None = None
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     cell: int = -1
@@ -111,6 +115,11 @@ class RunningSequence:
         starts = [start for start, _ in self.versions] + [len(self.text) - begin]
         versions = np.repeat([version for _, version in self.versions], np.diff(starts))
         with torch.inference_mode(False):  # autograd takes no tensors that are made in it
+            kept = None
+            if self.kept is not None:
+                ids = np.concatenate([np.zeros(0, ID), *self.kept])
+                counts = np.array([len(x) for x in self.kept], dtype=np.int64)
+                kept = KeptTokens(torch.from_numpy(ids), torch.from_numpy(counts))
             sampling_logp, raw_logp = torch.from_numpy(self.logps)
             return Completion(
                 self.request.number,
@@ -121,4 +130,5 @@ class RunningSequence:
                 finish=finish,
                 routes=None if routes is None else routes.clone(),
                 recomputed=self.recomputed,
+                kept=kept,
             )

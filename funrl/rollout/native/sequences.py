@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.rollout.kept_tokens import unpack_ids
 from funrl.rollout.native.device.host_copy import HostCopy, PendingTokens, device_copy
 from funrl.rollout.native.device.slot_noise import NOISE_STEPS, SlotNoise
 from funrl.rollout.native.passes import Backend
@@ -31,6 +32,7 @@ class RunningSequences:
       by_number: unfinished sequences by the number of their request.
       decode: token ids -> text; None: there are no stop strings.
       routes: (pages, tokens) -> the experts of a sequence's first tokens; None: they are not recorded.
+      records_kept: whether the tokens that truncated sampling could take are recorded.
       ended: called with each sequence that has ended by itself; None: nothing is.
       decoded: tokens sampled and kept since construction.
       drafted, accepted: drafted tokens, and those of them that were sampled.
@@ -51,6 +53,7 @@ class RunningSequences:
         """
         self.by_number: dict[int, RunningSequence] = {}
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
+        self.records_kept = False
         self.ended: Callable[[RunningSequence], None] | None = None
         self.decode = decode
         self.decoded = 0
@@ -96,11 +99,20 @@ class RunningSequences:
             changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
+        if self.records_kept:
+            sequence.kept = [] if begun is None else self._kept_before(begun)
         sequence.known_before = request.computed
         sequence.adapter = adapter
         self._owns |= request.owned is not None
         self.by_number[request.number] = sequence
         return sequence
+
+    @staticmethod
+    def _kept_before(begun: Completion) -> list[np.ndarray]:
+        if begun.kept is None:
+            raise ValueError(f"completion {begun.number} is continued, and what it could have sampled was not recorded")
+        ids, counts = (x.numpy() for x in begun.kept)
+        return np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else []
 
     def all(self) -> list[RunningSequence]:
         """All unfinished sequences."""
@@ -143,6 +155,8 @@ class RunningSequences:
         length = self.lengths[sequence.slot]
         sequence.text = self._tokens[slot, :length].copy()
         sequence.logps = self._logps[:, slot, : length - len(sequence.request.prompt)].copy()
+        if sequence.kept is not None:
+            del sequence.kept[length - len(sequence.request.prompt) :]
         self._by_slot[slot] = None
         self.serials[slot] = NO_HOLDER
         sequence.slot = -1
@@ -257,14 +271,21 @@ class RunningSequences:
             sampling = samplings[group]
             noise = None if sampling.greedy else noise_R[index]
             seen = self._seen(sampling, slots_R[rows], lengths_R[rows], backend)
-            parts.append(backend.sample(output_M, source_R[index], noise, sampling, seen))
+            token_R, sampling_R, raw_R = backend.sample(output_M, source_R[index], noise, sampling, seen)
+            if not self.records_kept:
+                parts.append((token_R, sampling_R, raw_R))
+            elif sampling.truncated:
+                sampling_R, bits_RB = backend.keep(output_M, source_R[index], token_R, sampling)
+                parts.append((token_R, sampling_R, raw_R, bits_RB))
+            else:
+                bits_RB = torch.zeros(len(token_R), -(-backend.vocab // 8), dtype=torch.uint8, device=self._device)
+                parts.append((token_R, sampling_R, raw_R, bits_RB))
             order.append(index)
         if len(groups) == 1:
             sampled = parts[0]
         else:
             back = torch.argsort(torch.cat(order))
-            token_R, sampling_R, raw_R = (torch.cat(x)[back] for x in zip(*parts, strict=True))
-            sampled = token_R, sampling_R, raw_R
+            sampled = tuple(torch.cat(x)[back] for x in zip(*parts, strict=True))
         if ahead is None:
             self._append(slots_R, sampled)
         else:
@@ -277,14 +298,12 @@ class RunningSequences:
         self._pending.append(PendingTokens(slots, self.serials[slots], self.lengths[slots], copy=copy))
         self.lengths[slots] += 1
 
-    def _append(self, slots_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _append(self, slots_R: np.ndarray, sampled: tuple[Tensor, ...]) -> None:
         """Append one token per slot."""
         self._last.index_copy_(0, device_copy(slots_R, self._device), sampled[0])
         self.append(slots_R, HostCopy(sampled))
 
-    def _append_accepted(
-        self, slots_R: np.ndarray, ahead_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
+    def _append_accepted(self, slots_R: np.ndarray, ahead_R: np.ndarray, sampled: tuple[Tensor, ...]) -> None:
         """Append the sampled tokens up to and including the first that differs from the draft."""
         drafted_R = self._tokens[slots_R, self.lengths[slots_R] + ahead_R]
         equal_R = sampled[0].cpu().numpy() == drafted_R
@@ -304,8 +323,7 @@ class RunningSequences:
         for level in range(int(ahead_R.max()) + 1):
             rows = np.flatnonzero(kept_R & (ahead_R == level))
             index = device_copy(rows, self._device)
-            token_R, sampling_R, raw_R = (x[index] for x in sampled)
-            self._append(slots_R[rows], (token_R, sampling_R, raw_R))
+            self._append(slots_R[rows], tuple(x[index] for x in sampled))
 
     def poll(self, keep: int = 0) -> None:
         """Read the sampled tokens; `take_released` and `take_ended` then return what has ended.
@@ -324,24 +342,32 @@ class RunningSequences:
         self.needs_sync = False
         self.any_at_limit = False
         for slots, serials, positions, copy in pending:
-            token_R, sampling_R, raw_R = (x[: len(slots)] for x in copy.arrays())
+            token_R, sampling_R, raw_R, *bits = (x[: len(slots)] for x in copy.arrays())
             alive = serials == self.serials[slots]
             bad = np.flatnonzero(alive & ~np.isfinite(raw_R))
             if len(bad):
                 failed += [self._fail(int(slots[i]), int(positions[i])) for i in bad]
                 alive = serials == self.serials[slots]
             if not alive.all():
-                slots, positions, token_R, sampling_R, raw_R = (
-                    x[alive] for x in (slots, positions, token_R, sampling_R, raw_R)
+                slots, positions, token_R, sampling_R, raw_R, *bits = (
+                    x[alive] for x in (slots, positions, token_R, sampling_R, raw_R, *bits)
                 )
             self._tokens[slots, positions] = token_R
             new = positions - self._prompts[slots]
             self._logps[0, slots, new] = sampling_R
             self._logps[1, slots, new] = raw_R
+            for bits_RB in bits:
+                self._record_kept(slots, bits_RB)
             self.decoded += len(slots)
             self._end_some(slots, positions, token_R)
         if failed:
             raise logits_error(failed)
+
+    def _record_kept(self, slots: np.ndarray, bits_RB: np.ndarray) -> None:
+        for slot, ids in zip(slots.tolist(), unpack_ids(bits_RB), strict=True):
+            kept = self._running(slot).kept
+            if kept is not None:
+                kept.append(ids)
 
     def take_released(self) -> list[RunningSequence]:
         """Sequences that ended since the last call; they still hold pages."""

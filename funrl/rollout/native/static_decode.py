@@ -280,12 +280,14 @@ def row_bucket(count: int, most: int) -> int:
     return min(bucket(count) if count <= ROW_STEPS[0][0] else -(-count // step) * step, most)
 
 
-def static_problem(model: Model, backend: Backend, speculate: int) -> str | None:
+def static_problem(model: Model, backend: Backend, speculate: int, record_kept: bool = False) -> str | None:
     """Reason why decoding cannot use passes of static shape; None: it can."""
     if not isinstance(backend, TorchBackend):
         return "the compiled step computes on the CPU"
     if speculate:
         return "drafts are made on the host"
+    if record_kept:
+        return "the tokens that could be sampled are recorded"
     if model.owned is not None:
         return "prompts may own pictures, whose positions are made on the host"
     return None

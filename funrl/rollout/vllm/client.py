@@ -1,7 +1,7 @@
 """An engine over vLLM in a server process (`server`), whose state can be restored.
 
-If the server does not answer, the client waits for it. A restarted server is sent the model, the current weights and
-all unfinished requests with their tokens so far, so that only time is lost.
+If the server does not answer, the client waits for it. A restarted server, which has no model and refuses requests, is
+sent the model, the current weights and all unfinished requests with their tokens so far, so that only time is lost.
 
 Weights of 16 bits of which few numbers have changed are sent as patches of those that the server has in files; if it
 has others, all are sent.
@@ -25,7 +25,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from funrl.mesh.mesh import SINGLE, Mesh, MeshError
-from funrl.mesh.patches import LARGEST_SHARE, encode_patch
+from funrl.mesh.patches import INDEXED, LARGEST_SHARE, encode_patch
 from funrl.mesh.pools.transfer import NARROW
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
@@ -115,6 +115,10 @@ class RemoteCore:
                 self._send_weights()
         except OSError as error:
             self._reach(error)
+        except EngineServerError:
+            if not self._is_restarted():
+                raise
+            self._reach(None)
 
     def held(self) -> Iterator[tuple[str, Tensor | None]]:
         """Nothing: weights are not read back from a server; see `Core`."""
@@ -140,6 +144,11 @@ class RemoteCore:
             answer = self._ask(what, json.dumps(message or {}).encode(), self._timeout_s)
         except OSError as error:
             self._reach(error)
+            return {}
+        except EngineServerError:
+            if not self._is_restarted():
+                raise
+            self._reach(None)
             return {}
         if "counts" in answer:
             self._counts = CacheCounts(*answer["counts"])
@@ -183,6 +192,13 @@ class RemoteCore:
             time.sleep(min(RETRY_S, self._timeout_s))
         self.generation += 1
 
+    def _is_restarted(self) -> bool:
+        """True if another server answers than the one that has this engine's state, or none."""
+        try:
+            return self._ask("status", b"", min(STATUS_S, self._timeout_s))["instance"] != self._instance
+        except OSError:
+            return True
+
     def _restore(self, instance: str) -> None:
         self._ask("open", json.dumps(self._sizes).encode(), self._timeout_s)  # it forgets all requests
         if self._weights and (instance, True) != (self._instance, self._loaded):
@@ -195,25 +211,34 @@ class RemoteCore:
         try:
             for patch in patches:
                 self._ask("patch", patch, self._timeout_s)
+            self._ask_reload()
         except EngineServerError:
+            if self._is_restarted():
+                raise
             return False
-        self._ask("reload", b"{}", self._timeout_s)
         self.sent = sum(map(len, patches))
-        self._loaded = True
         return True
 
     def _send_weights(self) -> None:
         self.sent = sum(file.stat().st_size for file in self._weights)
         for file in self._weights:
             self._ask("bucket", file.read_bytes(), self._timeout_s)
-        self._ask("reload", b"{}", self._timeout_s)
+        self._ask_reload()
+
+    def _ask_reload(self) -> None:
+        self._ask("reload", json.dumps({"buckets": len(self._weights)}).encode(), self._timeout_s)
         self._loaded = True
 
 
 def bucket_patch(number: int, base: Mapping[str, Tensor], bucket: Mapping[str, Tensor]) -> bytes | None:
-    """Patch of the `number`-th bucket, as a server takes it; None: its weights are others, or not of 16 bits."""
+    """Patch of the `number`-th bucket, as a server takes it.
+
+    None: its weights are others, not of 16 bits, or too many for a patch's indices.
+    """
     forms = [{name: (x.dtype, x.shape) for name, x in weights.items()} for weights in (base, bucket)]
     if forms[0] != forms[1] or not any(x.element_size() == NARROW for x in bucket.values()):
+        return None
+    if any(x.numel() >= INDEXED for x in bucket.values()):
         return None
     patches = {name: encode_patch(x.view(-1), base[name].view(-1)) for name, x in bucket.items()}
     return save_safetensors({NUMBER: torch.tensor(number), **patches})

@@ -84,7 +84,7 @@ class CoreServer(ThreadingHTTPServer):
         self.core: Core | None = None
         self.sizes: Answer = {}
         self.buckets = tempfile.TemporaryDirectory(prefix="funrl-weights-")
-        self.lock = threading.Lock()  # of the buckets' numbers
+        self.lock = threading.RLock()  # of the buckets' files and `loaded`
         self.loaded = False  # whether the buckets are those that vLLM has, to be patched
         self.loopback = is_loopback(address[0])
         self.jobs: queue.SimpleQueue[CoreCall | None] = queue.SimpleQueue()
@@ -124,8 +124,9 @@ class CoreServer(ThreadingHTTPServer):
 
     def keep_bucket(self, content: Iterator[bytes]) -> Answer:
         """Keep weights for the next "reload", and let go of those of the last one."""
-        if self.loaded:
-            self._empty()
+        with self.lock:
+            if self.loaded:
+                self._empty()
         with tempfile.NamedTemporaryFile(dir=self.buckets.name, prefix=ARRIVING, delete=False) as file:
             try:
                 for part in content:
@@ -145,20 +146,21 @@ class CoreServer(ThreadingHTTPServer):
         """
         patches = load_safetensors(body)
         number = int(patches.pop(NUMBER, torch.tensor(-1)))
-        files = self._arrived()
-        if not self.loaded or not 0 <= number < len(files):
-            raise ValueError(f"patch: there is no bucket {number} to patch")
-        weights = load_safetensors(files[number].read_bytes())
-        for name, patch in patches.items():
-            if name not in weights:
-                raise ValueError(f"patch: {name} is not in bucket {number}")
-            patched, intact = apply_patch(weights[name].view(-1), patch)
-            if not intact:
-                raise ValueError(f"patch: {name} is patched from other weights")
-            weights[name] = patched.view(weights[name].shape)
-        file = Path(self.buckets.name, f"{ARRIVING}{number:06}")
-        file.write_bytes(save_safetensors(weights))
-        file.replace(files[number])
+        with self.lock:  # from the check to the new file: a bucket that comes meanwhile is not overwritten
+            files = self._arrived()
+            if not self.loaded or not 0 <= number < len(files):
+                raise ValueError(f"patch: there is no bucket {number} to patch")
+            weights = load_safetensors(files[number].read_bytes())
+            for name, patch in patches.items():
+                if name not in weights:
+                    raise ValueError(f"patch: {name} is not in bucket {number}")
+                patched, intact = apply_patch(weights[name].view(-1), patch)
+                if not intact:
+                    raise ValueError(f"patch: {name} is patched from other weights")
+                weights[name] = patched.view(weights[name].shape)
+            file = Path(self.buckets.name, f"{ARRIVING}{number:06}")
+            file.write_bytes(save_safetensors(weights))
+            file.replace(files[number])
         return {}
 
     def _arrived(self) -> list[Path]:
@@ -195,8 +197,10 @@ class CoreServer(ThreadingHTTPServer):
             case "forget":
                 core.forget()
             case "reload":
-                core.reload(self._weights())
-                self.loaded = True
+                with self.lock:
+                    self._check_buckets(message.get("buckets"))
+                    core.reload(self._weights())
+                    self.loaded = True
             case "sleep":
                 core.sleep()
             case "wake":
@@ -205,14 +209,22 @@ class CoreServer(ThreadingHTTPServer):
                 raise ValueError(f"{what} is not a request of this server")
         return {"counts": core.counts()}
 
+    def _check_buckets(self, expected: object) -> None:
+        """Check the number of buckets. Raises: ValueError: it is another one; all are removed, to be sent again."""
+        count = len(self._arrived())
+        if count != expected:
+            self._empty()
+            raise ValueError(f"reload: {expected} buckets were sent, and {count} are here; send all again")
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for file in self._arrived():
             yield from load_safetensors(file.read_bytes()).items()
 
     def _empty(self) -> None:
-        self.loaded = False
-        for file in self._arrived():
-            file.unlink()
+        with self.lock:
+            self.loaded = False
+            for file in self._arrived():
+                file.unlink()
 
 
 class RefusedError(Exception):

@@ -16,6 +16,7 @@ from funrl.models import Model, ModelConfig
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
+from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools
 from funrl.trainer.jobs.sharding import (
@@ -272,6 +273,39 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     for name, (present, way_out) in {**refused, **scoring}.items():
         if present:
             raise settings.refusal(f"{{{name}}}: {what}; {way_out}")
+
+
+def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: Given) -> None:
+    """Check that the trainer can take the distributions that the engine truncates.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    if not settings.sampling.mask_replay:
+        return
+    refused = {
+        "model": (any(model.abilities.routers for model in models.values()), "a model with experts is not replayed"),
+        "mesh": (settings.devices.train.chosen["sequence"] > 1, "sp splits the tokens of a row; use dp and tp"),
+        "backend": (settings.models.backend != "torch", "give --backend=torch"),
+        "device": (settings.devices.device == "xla", "give --device=cpu"),
+    }
+    for name, (present, reason) in refused.items():
+        if present:
+            raise settings.refusal(f"{{mask_replay}} with {{{name}}}: {reason}")
+    if has_environment(settings, given):
+        flag = environment_flag(settings, given)
+        raise settings.refusal(
+            f"{{mask_replay}} with {flag}: the rows of episodes do not have the tokens; leave it out"
+        )
+    if learns_from_demonstrations(algorithm):
+        raise settings.refusal(
+            "{mask_replay}: demonstrations, which the algorithm reads, were not sampled; leave it out"
+        )
+    renormalised = {"policy", "reference", "critic", *SCORING_ROLES}
+    others = [name for name in models if name not in renormalised]
+    if others or algorithm.divergence is not None:
+        role = others[0] if others else "teacher"
+        raise settings.refusal(f"{{mask_replay}}: the {role}'s log-probabilities are not truncated; leave it out")
 
 
 def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:

@@ -87,6 +87,7 @@ def native_options(job: Job) -> NativeOptions:
         job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True),
         speculate=engines.speculate,
         record_routes=job.settings.routers.router_replay,
+        record_kept=job.settings.sampling.mask_replay,
         snapshot_tokens=engines.state_snapshot_tokens,
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,

@@ -234,6 +234,7 @@ def generation_of(
         form=RowForm(
             pad=job.pad,
             versions=settings.asynchrony.staleness > 0,
+            kept=settings.sampling.mask_replay,
             choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),

@@ -252,14 +252,31 @@ def check_engine_flags(s: Settings) -> None:
         raise s.refusal("{engine} needs --engine_url=http://HOST:PORT, which its servers print")
     # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
     # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
-    given = [name for name in ("top_k", "top_p", "min_p", "repetition_penalty") if is_given(s, name)]
+    truncating = [name for name in ("top_k", "top_p", "min_p") if is_given(s, name)]
+    if s.sampling.mask_replay:
+        _check_mask_replay(s, truncating)
+        return
+    given = [*truncating, *(["repetition_penalty"] if is_given(s, "repetition_penalty") else [])]
     if given and s.sampling.temperature != 1:
+        replay = truncating == given and abilities.kept_tokens
         raise s.refusal(
             "{temperature} with {flags}: the trainer needs the engine's log-probabilities before {names}, which it "
-            "reports at temperature 1; use either a temperature, or {names} at temperature 1",
+            "reports at temperature 1; use either a temperature, or {names} at temperature 1"
+            + ", or --mask_replay, which trains the truncated distribution"
+            * replay,
             flags=" ".join(given_flag(s, name) for name in given),
             names=" and ".join(given),
         )
+
+
+def _check_mask_replay(s: Settings, truncating: list[str]) -> None:
+    if not truncating:
+        raise s.refusal("{mask_replay} does nothing without --top_k, --top_p or --min_p; leave it out")
+    if is_given(s, "repetition_penalty"):
+        raise s.refusal("{mask_replay} with {repetition_penalty}: the trainer knows no penalty; leave one of them out")
+    if not s.engines.abilities.kept_tokens:
+        engines = engines_that("kept_tokens")
+        raise s.refusal("{mask_replay} with {engine}: it records no masks; give --engine={engines}", engines=engines)
 
 
 def check_run_length(s: Settings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,7 +13,7 @@ GAP_NAMES = (
     "effective_share",
 )
 ROLLOUT = "rollout/"
-_BOUND = re.compile(r"(say|stop)(?::(?:rollout/)?(\w+)([<>])(\d+(?:\.\d+)?(?:e-?\d+)?))?")
+_BOUND = re.compile(r"(say|stop)(?::(?:rollout/)?(\w+)([<>])(\d*\.?\d+(?:[eE][+-]?\d+)?))?")
 
 
 class GapRule(NamedTuple):
@@ -39,7 +40,7 @@ class GapRule(NamedTuple):
           GapRule(stops=False, metric='rollout/effective_share', above=False, bound=0.5)
         """
         match = _BOUND.fullmatch(text)
-        if match is None or match[2] not in (None, *GAP_NAMES):
+        if match is None or match[2] not in (None, *GAP_NAMES) or math.isinf(float(match[4] or 0)):
             raise ValueError(f"{text!r} is not say, stop, or one of them with NAME>VALUE or NAME<VALUE")
         action, name, sign, bound = match.groups()
         return (

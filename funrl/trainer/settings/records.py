@@ -702,6 +702,16 @@ class SamplingSettings:
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0))
     top_p: float = flag(1.0, "sample among the most likely tokens with this total probability", above(0), at_most(1))
     min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1))
+    mask_replay: bool = flag(
+        False,
+        "with --top_k, --top_p or --min_p: train the truncated, tempered distribution that tokens were sampled from, "
+        "over the tokens that the engine could have sampled",
+        unless={
+            "new_tokens_per_step": "such rows do not have the tokens that could be sampled",
+            "staleness": "such rows do not have the tokens that could be sampled",
+            "place": "its rows do not have the tokens that could be sampled",
+        },
+    )
     repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", *PENALTY_BOUNDS)
     max_refills: int = flag(
         8, "maximum batches of prompts sampled until the filter has kept a full batch", at_least(1), needs=("filter",)

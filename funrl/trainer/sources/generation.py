@@ -21,6 +21,8 @@ from torch import Tensor
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
+from funrl.fields import KEPT_FIELDS
+from funrl.kinds import Ragged
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.processes import heartbeat
@@ -34,7 +36,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared, share_tickets
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
-from funrl.trainer.steps.step_rows import Rows, rows_of, with_owned
+from funrl.trainer.steps.step_rows import Rows, ragged, rows_of, with_owned
 
 LONGEST_REMARK = 1000  # characters of a failure's message
 
@@ -324,6 +326,7 @@ class RowForm(NamedTuple):
         of the one sampled from.
       versions: whether rows get the version of the weights that sampled each token.
       choices: experts recorded for each token; 0: none.
+      kept: whether rows get the tokens that truncated sampling could take; `rollout_logp` is then of these.
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
       pictures: form in which the model takes pictures; None: it sees none.
     """
@@ -335,6 +338,7 @@ class RowForm(NamedTuple):
     raw: bool = False
     versions: bool = False
     choices: int = 0
+    kept: bool = False
     owned: Mapping[str, Tensor] | None = None
     pictures: PictureForm | None = None
 
@@ -385,9 +389,10 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     ]
     scored = done.scores.shape[1] > 0
     # The trainer's distribution is the tempered model, which is also what was sampled from, unless tokens are truncated
-    # or penalised. Then take the model's own: the settings' check ensures that the temperature is 1.
+    # or penalised. Then take the model's own: the settings' check ensures that the temperature is 1. With the tokens
+    # that could be sampled the trainer's distribution is truncated too.
     batch = Batch(
-        **token_fields(spans, form._replace(dtype=done.dtype, raw=sampling.reshaped), device),
+        **token_fields(spans, form._replace(dtype=done.dtype, raw=sampling.reshaped and not form.kept), device),
         length=length_R,
         group=torch.arange(len(length_R), device=device) // samples,
         score=done.score.to(done.dtype) if scored else None,
@@ -396,7 +401,30 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
         failed=done.failed,
     )
     like = next((x.owned.values for x in examples if x.owned is not None), None)
-    return with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
+    rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
+    if not form.kept:
+        return rows
+    return rows.declaring(KEPT_FIELDS).with_fields(**kept_fields(done.completions, prompts, device))
+
+
+def kept_fields(
+    completions: Sequence[Completion], prompts: Sequence[Example], device: torch.device
+) -> dict[str, Tensor | Ragged]:
+    """The tokens that could be sampled at each token of this rank's rows; the prompts are those of the rows.
+
+    Raises:
+      ValueError: an engine has not recorded them.
+    """
+    kept = [x.kept for x in completions if x.kept is not None]
+    if len(kept) < len(completions):
+        raise ValueError("the engine has not recorded what it could have sampled: record_kept=True")
+    begins = [len(prompt.tokens) for prompt in prompts]
+    longest = max((begin + len(x.counts_N) for begin, x in zip(begins, kept, strict=True)), default=1)
+    counts = torch.zeros(len(kept), math.ceil(longest / 8) * 8, dtype=TOKEN_INT)
+    for row, begin, x in zip(counts, begins, kept, strict=True):
+        row[begin : begin + len(x.counts_N)] = x.counts_N
+    lines = ragged([x.ids_M for x in kept], torch.zeros(0, dtype=TOKEN_INT))
+    return {"kept": Ragged(*(x.to(device) for x in lines)), "kept_counts": counts.to(device)}
 
 
 def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.device) -> dict[str, Tensor]:

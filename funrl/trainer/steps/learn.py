@@ -92,6 +92,8 @@ def learn(
                 update = RoleUpdate(f"step {plan.step}, {name}", name, role, rows, part, packing, most_rows=most_rows)
                 for _ in range(role.updates):
                     states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
+                    if not metrics:  # left out; the same update would be left out again
+                        break
                     for key, value in metrics.items():
                         if first or key not in ENGINE_GAPS:
                             values.setdefault(key, []).append(value)

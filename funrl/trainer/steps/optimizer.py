@@ -23,6 +23,18 @@ def with_gradient(params: trees.Tree) -> trees.Tree:
     return trees.map_named(lambda name, _: name.rsplit("/", 1)[-1] not in WITHOUT_GRADIENT, params)
 
 
+def is_constant(name: str, model: Model, beginnings: tuple[str, ...]) -> bool:
+    """True of the name of a weight that never has a gradient: it is frozen, or the model reads it detached.
+
+    Args:
+      model: whose weight it is; a module of transformers may train one of any name.
+      beginnings: of the names of its frozen weights.
+    """
+    if is_frozen(name, beginnings):
+        return True
+    return name.rsplit("/", 1)[-1] in WITHOUT_GRADIENT and not model.abilities.code
+
+
 def frozen_beginnings(settings: Settings, model: Model, role: str) -> tuple[str, ...]:
     """Prefixes of the names of a role's weights that --freeze holds, by default the model's own.
 
@@ -59,15 +71,21 @@ def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
     given = settings.optimization.freeze
     if given is None or given == FREEZE_NONE:
         return
-    for owner in {word.strip().rpartition(":")[0] for word in given.split(",")} - {"", *models}:
-        raise SettingsError(f"--freeze={given}: no {owner} learns; there are {', '.join(sorted(models))}")
     names = {role: [plain_name(name) for name, _ in trees.named(model.shapes)] for role, model in models.items()}
-    every = {name for own in names.values() for name in own}
-    for beginning in {x for role, model in models.items() for x in frozen_beginnings(settings, model, role)}:
-        if not beginning or not any(is_frozen(name, (beginning,)) for name in every):
-            parts = {name for model in models.values() if model.owned is not None for name in model.owned.frozen}
-            known = ", ".join(sorted(parts | {ATTENTION} | {name.split("/")[0] for name in every}))
-            raise SettingsError(f"--freeze={given}: no weight's name begins with {beginning!r}; there are {known}")
+    for word in given.split(","):
+        owner, colon, part = word.strip().rpartition(":")
+        if colon and owner not in models:
+            raise SettingsError(f"--freeze={given}: no {owner or 'role'} learns; there are {', '.join(sorted(models))}")
+        if part == FREEZE_NONE:
+            raise SettingsError(f"--freeze={given}: none stands alone; name parts, or leave it out")
+        roles = {owner: models[owner]} if colon else models
+        parts = {role: {} if model.owned is None else model.owned.frozen for role, model in roles.items()}
+        if not part or not any(
+            is_frozen(name, parts[role].get(part, (part,))) for role in roles for name in names[role]
+        ):
+            tops = {name.split("/")[0] for role in roles for name in names[role]}
+            known = ", ".join(sorted({ATTENTION, *tops}.union(*parts.values())))
+            raise SettingsError(f"--freeze={given}: no weight's name begins with {part!r}; there are {known}")
     for role, model in models.items():
         if all(is_frozen(name, frozen_beginnings(settings, model, role)) for name in names[role]):
             raise SettingsError(f"--freeze={given}: nothing would learn in the {role}")

@@ -48,7 +48,7 @@ def odd_term(
     """
     text = None
     for rows in micro_batches:
-        with torch.no_grad():
+        with torch.no_grad(), role.placed.expert_rows.bounded():  # as many rows as the update had
             present = present_scores(params, role, rows, frozen)
         text = text or _odd_term_of(role, present.x, present.rows)
     return text

@@ -23,11 +23,13 @@ from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.rules import rest_axes
 from funrl.mesh.sums import RestSums, psum_tree, sum_rest
+from funrl.models.vision.model import VISION
 from funrl.models.weight_dtypes import cast_weights, renew_copies
 from funrl.optim import global_norm, step_
 from funrl.optim.gradients import add_gradients, widened
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.engine_gap import engine_gap, gap_metrics
+from funrl.trainer.steps.optimizer import is_constant
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import (
     ROUTER_COUNTS,
@@ -112,17 +114,20 @@ def train_step(
                 role, state.params, micro_batches, totals.denominators, frozen
             )
         norm = global_norm(grads, role.stored, role.placed.mesh)
-        numbers = [loss, norm, totals.tokens, expert_rows.peak()]
+        peak = [expert_rows.peak()] if expert_rows.limited else []
+        numbers = [loss, norm, totals.tokens, *peak]
         on_host = torch.stack([x.double() for x in numbers]).cpu()  # the host waits once an update
-        if not expert_rows.exceeded(on_host[3].item()):
+        # Before the bound of rows: routers with NaNs send all tokens to one rank, for which no later pass should have
+        # room. A pass that lacks rows is finite by itself, since slots without a row count 0.
+        if not (math.isfinite(on_host[0].item()) and math.isfinite(on_host[1].item())):
+            text = f"{what}: the gradient's norm is {on_host[1].item():.4g} and the loss {on_host[0].item():.4g}"
+            raise NotFiniteError(text, [i for i, value in enumerate(micro_losses) if not math.isfinite(value.item())])
+        if not peak or not expert_rows.exceeded(on_host[3].item()):
             break
         del grads, metrics  # before the same update with more rows
-    if not (math.isfinite(on_host[0].item()) and math.isfinite(on_host[1].item())):
-        text = f"{what}: the gradient's norm is {on_host[1].item():.4g} and the loss {on_host[0].item():.4g}"
-        raise NotFiniteError(text, [i for i, value in enumerate(micro_losses) if not math.isfinite(value.item())])
     metrics |= {role.metric: loss, f"{role.prefix}/grad_norm": norm}
-    if load and expert_rows.limited:
-        metrics["router/peak_rows"] = numbers[3]
+    if load and peak:
+        metrics["router/peak_rows"] = peak[0]
     if on_host[2].item() == 0:
         return state, metrics
     state = (
@@ -210,8 +215,11 @@ class LastMicroBatch:
         self.before: list[Tensor | None] = [None] * len(self.params) if grads is None else trees.leaves(grads)
         self.joined = sums
         rest = rest_axes(role.stored, role.compute, role.placed.mesh, partial=role.partial)
-        self.sums = RestSums(role.stored, rest, [x.dtype for x in self.params], role.placed.mesh)
+        names = [name for name, _ in trees.named(params)]
+        late = [i for i, name in enumerate(names) if name.startswith(f"{VISION}/")]  # used before all layers
+        self.sums = RestSums(role.stored, rest, [x.dtype for x in self.params], role.placed.mesh, late)
         self.missing = set(range(len(self.params)))
+        self.constant = [i for i, name in enumerate(names) if is_constant(name, role.placed.model, role.frozen)]
 
     def objective(self, *args: Any) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
         """The function `objective`; its numerators and metrics are summed with the first gradients."""
@@ -219,10 +227,24 @@ class LastMicroBatch:
         detached = trees.map(lambda x: x.detach() if isinstance(x, Tensor) else x, results)
         self.joined = _joined(self.joined, *detached)
         self.sums.begin(self.joined[0])
+        self._add_zeros()
         return value, results
+
+    def _add_zeros(self) -> None:
+        """Add the gradients of constant weights, so that no bucket waits for them."""
+        for i in self.constant:
+            if self.sums.rest[i]:  # else it is in no bucket
+                weight = self.params[i]
+                before = self.before[i]
+                zeros = weight.new_zeros(()).expand(weight.shape)  # without memory before they are sent
+                self.before[i] = None
+                self.missing.remove(i)
+                self.sums.add(i, zeros if before is None else widened(before, weight))
 
     def add(self, i: int, grad: Tensor) -> None:
         """Add the gradient of a weight to those before it."""
+        if i not in self.missing:
+            return  # zeros of a constant weight, which were added before
         before = self.before[i]
         self.before[i] = None
         self.missing.remove(i)
