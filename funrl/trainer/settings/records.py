@@ -704,8 +704,7 @@ class SamplingSettings:
     min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1))
     mask_replay: bool = flag(
         False,
-        "with --top_k, --top_p or --min_p: train the truncated, tempered distribution that tokens were sampled from, "
-        "over the tokens that the engine could have sampled",
+        "with --top_k, --top_p or --min_p: train the truncated, tempered distribution that was sampled from",
         unless={
             "new_tokens_per_step": "such rows do not have the tokens that could be sampled",
             "staleness": "such rows do not have the tokens that could be sampled",
@@ -824,7 +823,7 @@ class UpdateSettings:
     epochs: int = flag(1, "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "optimizer steps per pass", at_least(1), kinds=RL, without=1)
     critic_updates: int = flag(
-        1, "updates of the critic for each of the policy's, on the same rows", at_least(1), kinds=RL, needs=("critic",)
+        1, "updates of the critic for each of the policy's", at_least(1), kinds=RL, needs=("critic",)
     )
     max_skipped: int = flag(
         3, "maximum consecutive updates skipped because loss or gradient is not finite; then the run stops", at_least(1)
