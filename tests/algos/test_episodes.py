@@ -116,8 +116,8 @@ def test_a_mean_over_prompts_counts_the_tokens_of_all_episodes_of_a_prompt(seed)
     means = [sum(values) / len(values) for values in groups.values() if values]
     assert loss(x, batch)[0].item() == pytest.approx(sum(means) / len(means), abs=1e-12)
     parts = [slice(0, None, 2), slice(1, None, 2)]
-    whole = sum(loss.numerators(x[part], select(batch, part))[0][0] for part in parts)
-    count = sum(loss.denominators(select(batch, part))[0] for part in parts)
+    whole = torch.stack([loss.numerators(x[part], select(batch, part))[0][0] for part in parts]).sum()
+    count = torch.stack([loss.denominators(select(batch, part))[0] for part in parts]).sum()
     assert count.item() == pytest.approx(len(means), abs=1e-12)
     assert (whole / count).item() == pytest.approx(sum(means) / len(means), abs=1e-12)
 
