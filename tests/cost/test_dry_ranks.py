@@ -145,8 +145,8 @@ def test_no_more_collectives_are_called_on_more_ranks():
 
 @pytest.mark.slow
 def test_ranks_that_share_tokens_share_the_work():
-    """Twice as many tokens go together, and each of two layers exchanges four times for them: Ulysses twice either
-    way, a ring of two keys and values once there and once back, and their gradients twice."""
+    """Twice as many tokens go together. Each of two layers exchanges four times for them with Ulysses, twice either
+    way; and eight times with a ring: queries, keys and values there, sums back, and their gradients."""
     given = {"token_budget": 128, "sizes": {"layers": 2}, "batch_prompts": 16}
     phase = dry_run.estimate(small("sft", **given), 32, CPU).phases["update_policy"]
     for form in ("ulysses", "ring"):
@@ -154,7 +154,7 @@ def test_ranks_that_share_tokens_share_the_work():
         update = dry_run.estimate(job, 32, CPU).phases["update_policy"]
         micro_batches = 16 * 32 / 256
         exchanges = sum(traffic.count for (kind, _), traffic in update.traffic.items() if kind == "all_to_all_single")
-        assert exchanges / micro_batches == 8, form
+        assert exchanges / micro_batches == (8 if form == "ulysses" else 16), form
         assert phase.flops / 2 <= update.flops * (1 + 1e-9) and update.flops < 0.75 * phase.flops, form
         assert update.peak["activations"] == pytest.approx(phase.peak["activations"], rel=0.4), form
 

@@ -155,7 +155,9 @@ def test_a_gradient_that_is_not_summed_over_data_is_found(monkeypatch, fault):
         rows = batch._replace(mask=batch.tokens > 1)
         role = Role(placed["policy"], loss=LOSS)
 
-        def value_and_grad(fn):  # the checker does not follow backward passes: a gradient is its data rank's own
+        def value_and_grad(
+            fn, _=None
+        ):  # the checker does not follow backward passes: a gradient is its data rank's own
             def run(x, *args):
                 grads = trees.map(lambda w: typed(torch.rand(w.shape), mesh, V, V), x)
                 return trees.map(torch.detach, fn(x, *args)), grads
@@ -163,8 +165,8 @@ def test_a_gradient_that_is_not_summed_over_data_is_found(monkeypatch, fault):
             return run
 
         monkeypatch.setattr(trees, "value_and_grad", value_and_grad)
-        if fault:
-            monkeypatch.setattr(collectives, "psum", lambda x, mesh, axes: x)
+        monkeypatch.setattr(collectives, "start_psum", (lambda x, *_: x) if fault else collectives.psum)
+        monkeypatch.setattr(collectives, "wait", lambda x: x)
         grads, *_ = gradient(role, params["policy"], [rows], (torch.tensor(5.0),))
         with pytest.raises(spmd.SpmdTypeError, match="expected") if fault else nullcontext():
             for x in trees.leaves(grads):

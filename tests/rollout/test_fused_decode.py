@@ -166,7 +166,7 @@ def pass_on_meta(monkeypatch, rows, layers):
     backend.load(trees.map(lambda x: torch.empty(x.shape, dtype=torch.bfloat16, device="meta"), model.shapes))
     backend.resize(4)
     # As on a GPU, whose products are summed in float32.
-    backend.logits = lambda h_RD: torch.mm(h_RD, backend._unembed_VD.T).new_empty(
+    backend.own_logits = lambda h_RD: torch.mm(h_RD, backend._unembed_VD.T).new_empty(
         len(h_RD), config.vocab, dtype=torch.float32
     )
     state = empty_state(torch.zeros(rows + 1, dtype=torch.int64, device="meta"), 2, 4)
