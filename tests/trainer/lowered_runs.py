@@ -50,6 +50,7 @@ def gap_of(result, wanted):
     """The largest difference of a metric, relative to the metric where that is above 1, and its name."""
     gaps = []
     for want, numbers in zip(wanted, result, strict=True):
+        want = {name: x for name, x in want.items() if name != "router/peak_rows"}  # rows have no bound in JAX
         assert numbers.keys() == want.keys(), numbers.keys() ^ want.keys()
         gaps += [(abs(numbers[name] - x) / max(1, abs(x)), name) for name, x in want.items()]
     return max(gaps)
