@@ -91,7 +91,8 @@ def test_a_dense_model_is_compiled(tmp_path, capsys):
     assert programs["update of actor"][3:5] == ["1.12 GB"] * 2  # weights and states are donated
     assert "generation on dp4: each engine decodes 4 rows of 2 pages of 256 tokens" in text
     assert [row[0] for row in rows if len(row) == 3][2:] == ["prefill", "decode", "score_reference", "update_policy"]
-    assert text.count("finding: ") == text.count("finding: memory of update_policy") == 1
+    findings = re.findall(r"^finding: memory of (\w+)", text, re.MULTILINE)
+    assert findings == ["score_reference", "update_policy"], text  # logits are counted as a GPU's kernels take them
 
 
 @pytest.mark.slow
@@ -129,7 +130,10 @@ def test_a_model_with_experts_is_compiled(tmp_path, monkeypatch):
     costs = plan.costs["decode"]
     counts = counts_of(function, args, chips)
     sent = sent_by(counts)
-    assert [x[:3] for x in sent] == [("all-gather", ("tensor",), 1), ("all-reduce", ("tensor",), 5)]
+    assert [x[:3] for x in sent] == [
+        ("all-gather", ("tensor",), 1),
+        ("all-reduce", ("tensor",), 9),
+    ]  # four to sample by parts
     ranks = chips.shape["expert"]
     assert sum(product_flops(equation, ranks) * turns for equation, turns in counts) == costs.flops
     assert sum(x.nbytes for x in sent) == sum(x.nbytes for x in costs.traffic.values())
