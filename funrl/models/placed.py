@@ -140,23 +140,25 @@ class Placed:
             logp_M = scores.read("topk_logp")[kept.places_M, kept.columns_M]
             scores = truncated_scores(scores, logp_M, kept)._replace(topk_logp=None)
         if teacher is not None:
-            if unsampled:
-                raise ModelError("a divergence from a teacher is not computed for a model with tokens never sampled")
-            with torch.no_grad():
-                (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
-            caps = self.model.abilities.logit_cap, teacher.placed.model.abilities.logit_cap
-            divergence_N = linear_divergence(
-                hidden_ND,
-                kernel.token_rows(w_VD, over, self._vocab(over)),
-                teacher_NE,
-                teacher_unembed_VE=kernel.token_rows(teacher_VE, over, self._vocab(over)),
-                beta=teacher.beta,
-                mesh=over,
-                temperature=teacher.temperature,
-                caps=caps,
-            )
-            scores = scores._replace(divergence=divergence_N)
+            scores = scores._replace(divergence=self._divergence(hidden_ND, w_VD, over, teacher, batch))
         return TokenScores(*(None if x is None else self._spread(x, at_N, batch) for x in scores))._replace(load=load)
+
+    def _divergence(self, hidden_ND: Tensor, w_VD: Tensor, over: Mesh, teacher: Teacher, batch: Batch) -> Tensor:
+        """Divergence [N] from a teacher at the positions of hidden states; `over` has the ranks of the vocabulary."""
+        if self.model.abilities.unsampled:
+            raise ModelError("a divergence from a teacher is not computed for a model with tokens never sampled")
+        with torch.no_grad():
+            (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
+        return linear_divergence(
+            hidden_ND,
+            kernel.token_rows(w_VD, over, self._vocab(over)),
+            teacher_NE,
+            teacher_unembed_VE=kernel.token_rows(teacher_VE, over, self._vocab(over)),
+            beta=teacher.beta,
+            mesh=over,
+            temperature=teacher.temperature,
+            caps=(self.model.abilities.logit_cap, teacher.placed.model.abilities.logit_cap),
+        )
 
     def topk(self, params: trees.Tree, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The k most probable tokens at every position, and their log-probabilities.

@@ -100,7 +100,6 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     def placed(name: str, model: Model, mesh: Mesh = mesh, expert_rows: ExpertRows = own_rows) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
         replay = settings.routers.router_replay and name in (job.main_role, *job.agents.policies)
-        split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
         return place(
             model,
             mesh,
@@ -109,7 +108,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             dtype=job.dtype,
             layer=layer,
             replay=replay,
-            splits=split,
+            splits=splits_residual(settings, mesh.sizes, mesh.device.type != "cpu"),
             reduce_dtype=job.reduce_dtype,
             shares_prefixes=grouped and not is_compiled(model, mode, mesh.device.type),
             expert_rows=expert_rows,
@@ -130,9 +129,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         rows = settings.engines.decode_rows
         own = judging_mesh(job, job.judge.sizes, mesh, only)
         judge = None if own is None else open_judge(job.judge, own, job.dtype, rows, layer_of(job.judge.model), note)
-    agents = {}
-    if job.agents.policies:
-        agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
+    names = ("", *job.agents.policies) if job.agents.policies else ()
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
     scorers, rewards = ({}, {}) if generator is None else _models_on_other_ranks(job, mesh, placed)
@@ -142,7 +139,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         main_role=job.main_role,
         roles=ordered,
         compilations=compilations if some else None,
-        agents=agents,
+        agents={name or job.main_role: job.agents.trained_by(name) for name in names},
         judge=judge,
         remote_scorers=scorers,
     )
