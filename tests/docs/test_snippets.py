@@ -356,11 +356,21 @@ def test_every_page_with_code_is_executed():
         assert Path(page).name in (ROOT / file).read_text()
 
 
+def anchors(page: Path) -> set[str]:
+    """Names of a page's sections, as a code host and the site form them."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_lead_somewhere():
+    """To a file that is there, and to a section that it has."""
     for page in LINKED:
         prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
-            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+        for target, section in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", prose):
+            file = (ROOT / page).parent.joinpath(target) if target else ROOT / page
+            assert file.exists(), f"{page}: {target}"
+            assert not section or section in anchors(file), f"{page}: {target}#{section}"
 
 
 def test_every_page_is_in_the_index():
