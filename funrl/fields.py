@@ -405,6 +405,10 @@ FIELDS = Schema(
     ),
     divergence=Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable"),
 )
+TEACHER_PROMPT = "teacher_prompt"
+CONTEXT_FIELDS = Schema(  # of rows with --teacher_context
+    {TEACHER_PROMPT: Field("ragged", "source", "token ids of the teacher's prompt; none: the row's own", dtype="int")}
+)
 KEPT_FIELDS = Schema(  # of rows with --mask_replay
     kept=Field("ragged", "source", "ids that truncated sampling could take, one token after another", dtype="int"),
     kept_counts=Field("token", "source", "number of these ids at a token; 0: nothing was truncated", dtype="int"),

@@ -61,6 +61,8 @@ class RoleKind:
         warm up.
       model: directory of the model that it starts from; None: the model that the run starts from, or that of `flag`.
       flag: name of the flag that gives the directory of its model; "": none does.
+      context_flag: name of the flag that gives it prompts of its own; with it the role may also start from the
+        model that the run starts from. "": it has the policy's prompts.
       metric: name of its loss among the metrics; what is before "/" begins its other metrics too. "": ROLE/loss.
       mask: field of the batch that selects the tokens that it learns from.
       rate: its peak learning rate.
@@ -78,6 +80,7 @@ class RoleKind:
     generates: bool = False
     model: str | None = None
     flag: str = ""
+    context_flag: str = ""
     metric: str = ""
     mask: str = "mask"
     rate: RateRule = RateRule()  # noqa: RUF009  (immutable)
@@ -202,6 +205,7 @@ ROLES = RoleTable(
         "a teacher",
         writes={"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
         flag="teacher",
+        context_flag="teacher_context",
         messages=RoleMessages(
             "an algorithm that reads a teacher, as distillation and gkd do",
             "the teacher gave it; its weights, those of --teacher, may be damaged",

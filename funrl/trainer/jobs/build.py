@@ -12,6 +12,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.exact.dispatch import align_gpu_kernels
 from funrl.compiled_kernels.flash_kernel import attention_by
+from funrl.fields import TEACHER_PROMPT
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan
@@ -35,7 +36,7 @@ from funrl.seeds import derived_seed
 from funrl.trainer.jobs.engines import judging_mesh, policy_generator, with_agents
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
 from funrl.trainer.jobs.learning_rates import optimizer_of, updates_of
-from funrl.trainer.jobs.models import base_role, companion_of
+from funrl.trainer.jobs.models import base_role, companion_of, has_context
 from funrl.trainer.jobs.numerics import check_kernels
 from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
@@ -211,6 +212,7 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         temperature=settings.sampling.temperature if samples else 1.0,
         topk=min(settings.models.teacher_top_k, placed.model.config.vocab),
         base=job.base_of(name),
+        context=TEACHER_PROMPT if has_context(kind, settings) else "",
     )
     loss = job.algorithm.losses.get(name)
     if loss is None:

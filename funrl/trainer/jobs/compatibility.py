@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from funrl.algos.checking import Available, check
@@ -12,13 +12,14 @@ from funrl.asynchrony.behaviour import check_behaviour, check_correction
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
+from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Task, Texts
-from funrl.trainer.jobs.models import check_scoring_pools
+from funrl.trainer.jobs.models import check_scoring_pools, has_context
 from funrl.trainer.jobs.sharding import (
     check_experts,
     check_layouts,
@@ -29,6 +30,7 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, parts, re
 from funrl.trainer.settings.scorers import JUDGE, NOTHING_GIVEN, Given, environment_flag, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, check_needs, flag_value, given_flag, is_given
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
+from funrl.trainer.sources.teacher_prompts import SIBLING
 from funrl.trainer.steps.roles import fields_read, role_names
 
 
@@ -127,7 +129,10 @@ def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
     return [
         name
         for name, kind in algorithm.role_kinds.items()
-        if kind.flag and not kind.scores_completions and flag_value(settings, kind.flag) is None
+        if kind.flag
+        and not kind.scores_completions
+        and flag_value(settings, kind.flag) is None
+        and not has_context(kind, settings)
     ]
 
 
@@ -306,6 +311,50 @@ def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm
     if others or algorithm.divergence is not None:
         role = others[0] if others else "teacher"
         raise settings.refusal(f"{{mask_replay}}: the {role}'s log-probabilities are not truncated; leave it out")
+
+
+def check_teacher_context(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: Given) -> None:
+    """Check that the teacher can have prompts of its own.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    if settings.models.teacher_context is None:
+        return
+    if has_environment(settings, given):
+        flag = environment_flag(settings, given)
+        raise settings.refusal(f"{{teacher_context}} with {flag}: an environment writes its own prompts; leave it out")
+    if algorithm.divergence is not None:
+        raise settings.refusal(
+            "{teacher_context}: a divergence over the whole vocabulary is computed from the policy's own tokens; use "
+            "an algorithm that reads the teacher's log-probabilities, as distillation does"
+        )
+    if learns_from_demonstrations(algorithm):
+        raise settings.refusal("{teacher_context}: demonstrations have no prompt of the teacher; leave it out")
+    if any(model.owned is not None for model in models.values()):
+        raise settings.refusal("{teacher_context} with {model}: its prompts have pictures; leave it out")
+
+
+def check_context_field(settings: Settings, prompts: Sequence[Example]) -> None:
+    """Check that there is the field of the records, or the function, that --teacher_context names.
+
+    Raises:
+      SettingsError: a record lacks the field.
+      LoadError: there is no such function.
+    """
+    field = settings.models.teacher_context
+    if field is None or field == SIBLING:
+        return
+    if ":" in field:
+        load_function("teacher_context", field)
+        return
+    lacking = next((prompt for prompt in prompts if field not in prompt.fields), None)
+    if lacking is not None:
+        fields = ", ".join(sorted(lacking.fields)) or "none"
+        raise settings.refusal(
+            f"{{teacher_context}}: {lacking.source or 'a record'} has no such field; its fields are {fields}. Name "
+            f"one of these, {SIBLING}, or FILE.py:function"
+        )
 
 
 def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:

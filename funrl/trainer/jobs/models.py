@@ -152,6 +152,11 @@ def directory_of(kind: RoleKind, settings: Settings, learns: bool) -> str | None
     return model_path(settings, kind.flag) if kind.flag and not learns else None
 
 
+def has_context(kind: RoleKind, settings: Settings) -> bool:
+    """True if a flag gives prompts of its own to a role."""
+    return bool(kind.context_flag) and flag_value(settings, kind.context_flag) is not None
+
+
 def stored_model_of(
     name: str, kind: RoleKind, path: str, settings: Settings, tokenizer: Any, read: Callable[[str, str], Model]
 ) -> Model:

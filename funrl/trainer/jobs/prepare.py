@@ -30,10 +30,12 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_code,
+    check_context_field,
     check_mask_replay,
     check_meshes,
     check_owned_values,
     check_readers,
+    check_teacher_context,
     check_token_ids,
     filters_rows,
 )
@@ -92,11 +94,13 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     devices = lay_out(settings, algorithm, models, sizes, device)
     check_driven(settings, models.models)
     check_mask_replay(settings, models.models, algorithm, given)
+    check_teacher_context(settings, models.models, algorithm, given)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     if kind == "rl":
         task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
         if learns_from_demonstrations(algorithm):
             check_demonstrations(task.prompts, task.demonstration_field, settings.sampling.new_tokens_per_step)
+        check_context_field(settings, task.prompts)
         job = checked_job(settings, algorithm, models, devices, task)
     else:
         task = texts_of_algorithm(algorithm, settings, tokenizer, model, given)

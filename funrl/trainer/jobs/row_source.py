@@ -14,7 +14,7 @@ from funrl.algos.filters.by_row import every, rewarded
 from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.data.pictures import picture_form_of
-from funrl.data.prompt_format import template_arguments
+from funrl.data.prompt_format import template_arguments, tools_of
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.answer_rewards import CompletionReader
@@ -22,6 +22,7 @@ from funrl.environments.chat import ChatOptions, TemplateChat, template_limits
 from funrl.environments.environment import Environment
 from funrl.environments.hosted import HostedEnvironment, open_hosted
 from funrl.environments.run import EpisodeLimits
+from funrl.loading import load_function
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION
@@ -58,6 +59,7 @@ from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, read
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, RowSelection, ScoreColumns, Source
+from funrl.trainer.sources.teacher_prompts import TeacherPrompts, prompt_maker
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Judge, Parts
@@ -235,9 +237,25 @@ def generation_of(
             pad=job.pad,
             versions=settings.asynchrony.staleness > 0,
             kept=settings.sampling.mask_replay,
+            context=teacher_prompts_of(job),
             choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
+    )
+
+
+def teacher_prompts_of(job: RLJob) -> TeacherPrompts | None:
+    """Maker of the prompts of --teacher_context; None: the teacher has the policy's."""
+    flags = job.settings
+    if flags.models.teacher_context is None:
+        return None
+    form = format_of(flags, names_of_fields(flags))
+    return TeacherPrompts(
+        prompt_maker(flags.models.teacher_context, functools.partial(load_function, "teacher_context")),
+        job.tokenizer,
+        lambda example: tools_of(example.fields.get("tools"), form),
+        form.arguments,
+        job.models["teacher"].config.max_positions,
     )
 
 

@@ -73,8 +73,14 @@ class ModelSettings:
         64,
         "number of the teacher's most likely tokens at each position, for algorithms that read them",
         at_least(1),
-        requires="teacher",
         needs=("teacher_topk",),
+    )
+    teacher_context: str | None = flag(
+        None,
+        "what the teacher sees before the prompt: a field of the records; or sibling, the prompt's best completion; or "
+        "FILE.py:function that gives its prompt; without --teacher the teacher is the first policy",
+        kinds=RL,
+        needs=("teacher",),
     )
     dtype: str = flag(
         "auto",

@@ -21,7 +21,7 @@ from torch import Tensor
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
-from funrl.fields import KEPT_FIELDS
+from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT
 from funrl.kinds import Ragged
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -36,6 +36,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared, share_tickets
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
+from funrl.trainer.sources.teacher_prompts import ScoredCompletion, TeacherPrompts
 from funrl.trainer.steps.step_rows import Rows, ragged, rows_of, with_owned
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -329,6 +330,7 @@ class RowForm(NamedTuple):
       kept: whether rows get the tokens that truncated sampling could take; `rollout_logp` is then of these.
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
       pictures: form in which the model takes pictures; None: it sees none.
+      context: makes the prompts of a teacher that sees more than the policy; None: it sees the same.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -341,6 +343,7 @@ class RowForm(NamedTuple):
     kept: bool = False
     owned: Mapping[str, Tensor] | None = None
     pictures: PictureForm | None = None
+    context: TeacherPrompts | None = None
 
 
 PLAIN_FORM = RowForm()
@@ -402,6 +405,12 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     )
     like = next((x.owned.values for x in examples if x.owned is not None), None)
     rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
+    if form.context is not None:
+        score_R = done.score.tolist()
+        numbered = zip(done.own.tolist(), done.completions, strict=True)
+        own = [ScoredCompletion(number, x.written, score_R[number]) for number, x in numbered]
+        lines = form.context.lines(examples, own, samples)
+        rows = rows.declaring(CONTEXT_FIELDS).with_fields(**{TEACHER_PROMPT: Ragged(*(x.to(device) for x in lines))})
     if not form.kept:
         return rows
     return rows.declaring(KEPT_FIELDS).with_fields(**kept_fields(done.completions, prompts, device))

@@ -17,7 +17,7 @@ from funrl import trees
 from funrl.batch import as_dict, kind_of, schema_of
 from funrl.data.packing import pack
 from funrl.data.prompts import Example
-from funrl.fields import Field
+from funrl.fields import CONTEXT_FIELDS, Field
 from funrl.kinds import FieldKind
 from funrl.mesh.launch import ranks_per_node
 from funrl.mesh.mesh import Mesh
@@ -184,7 +184,8 @@ class RemoteScorer(RemoteRole):
     def owned(self) -> dict[str, Field]:
         """Declarations of the fields of values that rows own and its model reads, such as pictures."""
         owned = self.role.placed.model.owned
-        return {} if owned is None else owned_fields(owned.none)
+        context = {self.role.context: CONTEXT_FIELDS[self.role.context]} if self.role.context else {}
+        return context if owned is None else owned_fields(owned.none)
 
     def first_plan(self, stored: trees.Tree, dtype: torch.dtype) -> Plan:
         """The plan by which its first weights come from the trainer ranks.

@@ -112,6 +112,7 @@ class Role(NamedTuple):
       base: the frozen role whose weights it has, with adapters of its own beside them where it learns; None: all its
         weights are its own.
       frozen: how the names of those of its weights begin that do not learn.
+      context: ragged field of the batch with the prompts that it sees instead of the policy's; "": it sees these.
     """
 
     placed: Placed
@@ -130,6 +131,7 @@ class Role(NamedTuple):
     router: RouterLosses = RouterLosses()
     programs: StepPrograms | None = None
     frozen: tuple[str, ...] = ()
+    context: str = ""
 
     @property
     def prefix(self) -> str:

@@ -1,0 +1,14 @@
+"""Functions for --teacher_context, which ranks load from this file."""
+
+
+def easier(prompt, completions, scores, index, answer, **fields):
+    """The sum as a problem without carries, for every other completion of a group."""
+    return f"0+{answer[::-1]}=" if index % 2 == 0 else None
+
+
+def numbered(prompt, completions, scores, index, **fields):
+    return 7
+
+
+def failing(prompt, completions, scores, index, **fields):
+    raise KeyError("demonstration")
