@@ -73,7 +73,7 @@ from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer import offload, phases
-from funrl.trainer.jobs.build import build, first_state
+from funrl.trainer.jobs.build import build, first_state, weights_dtype
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
@@ -103,7 +103,7 @@ def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, tr
         if role.loss is not None:
             own[name] = tracing.make_weights(tracer, role.stored, job.master)
         elif role.base is None:
-            frozen[name] = tracing.make_weights(tracer, role.stored, job.dtype)
+            frozen[name] = tracing.make_weights(tracer, role.stored, weights_dtype(job, role))
     return own, frozen
 
 
@@ -270,7 +270,6 @@ def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: d
       rests: bytes of weights and optimizers, by kind.
     """
     stages = offload.frozen_stages(parts.roles)
-    itemsize = job.dtype.itemsize
     shared_weights = bases(parts.roles)
     own = {
         name: role
@@ -279,7 +278,8 @@ def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: d
     }
     stored = {name: trees.leaves(role.stored) for name, role in own.items()}
     frozen = {
-        name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()
+        name: float(weights_dtype(job, own[name]).itemsize * sum(math.prod(x.local_shape(0)) for x in layout))
+        for name, layout in stored.items()
     }
     shared = engine_bytes(job, parts, parts.generator)[1] if isinstance(parts, GeneratingParts) else 0.0
     of_part = {
@@ -818,7 +818,7 @@ def trace_step(
     phase_of_moves = contextlib.nullcontext if alone else tracer.phase
     tracer.hold_tree(batches[0].batch, "batch")
     with tracer:
-        state = first_state(job, trainer.parts, weights, ())._replace(step=learning)
+        state = first_state(job, trainer.parts, {**weights, **frozen}, ())._replace(step=learning)
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}

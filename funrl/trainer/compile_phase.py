@@ -64,9 +64,9 @@ def compile_ahead(
         trainer, state = enter(trainer, state, "generate")
         compile_generation(job, parts)
         trainer, state = enter(trainer, state, "score")
-        compile_scoring(job, parts, state.roles, trainer.frozen)
+        compile_scoring(job, parts, state.roles, trainer.frozen_in(state))
         trainer, state = enter(trainer, state, "update")
-        compile_updates(job, parts, state.roles, trainer.frozen)
+        compile_updates(job, parts, state.roles, trainer.frozen_in(state))
         if trainer.compile_cache is not None and int(os.environ.get("LOCAL_RANK", parts.mesh.rank)) == 0:
             trainer.compile_cache.save()  # by the first rank of each machine
     return trainer, state, {"compile/variants": float(compilations.variants)}

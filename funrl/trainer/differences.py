@@ -179,7 +179,9 @@ def phase_of_field(writer: str, stage: str) -> str:
 def phase_of_leaf(name: str) -> str:
     """Phase of a step that writes a leaf of the state, such as "roles/policy/params/embed"."""
     part, _, rest = name.partition("/")
-    phases = {"roles": f"update_{rest.partition('/')[0]}", "earlier": "update", "source": "generate"}
+    if part in ("earlier", "following"):
+        return "update"
+    phases = {"roles": f"update_{rest.partition('/')[0]}", "source": "generate"}
     return phases.get(part, "advantage")
 
 

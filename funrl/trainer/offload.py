@@ -102,7 +102,8 @@ def _moving(away: Collection[str], parts: Parts) -> Mover:
             params = moved("params", name, role.params, stage)
             roles[name] = RoleState(params, moved("optimizer", name, role.opt_state, stage))
         frozen = {name: moved_frozen(name, tree, stage) for name, tree in trainer.frozen.items()}
-        return trainer._replace(frozen=frozen), state._replace(roles=roles)
+        following = {name: moved_frozen(name, tree, stage) for name, tree in state.following.items()}
+        return trainer._replace(frozen=frozen), state._replace(roles=roles, following=following)
 
     return move
 
@@ -121,7 +122,7 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
     """
     beside = {role.companion.name for role in roles.values() if role.companion is not None}
     return {
-        name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
+        name: {stage for stage, needed in (("score", role.writes), ("update", name in beside or role.follow)) if needed}
         for name, role in roles.items()
         if role.loss is None and name not in SCORING_ROLES and role.base is None and name not in bases(roles)
     }

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from funrl import trees
@@ -40,7 +41,7 @@ class Trainer(NamedTuple):
     """Everything that a run needs on this rank beside its state.
 
     Attributes:
-      frozen: weights of the roles that do not learn.
+      frozen: weights of the roles that neither learn nor follow the policy.
       skips: takes note of updates that are left out; None: such an update is an error.
       folder: of the checkpoints; None: the run has no directory.
       compile_cache: keeps the code of compiled layers; None: no layer is compiled.
@@ -56,6 +57,10 @@ class Trainer(NamedTuple):
     folder: str | None = None
     compile_cache: CompileCache | None = None
     gap_check: GapCheck | None = None
+
+    def frozen_in(self, state: State) -> Mapping[str, trees.Tree]:
+        """Weights of the roles that do not learn, with those of the roles that follow the policy."""
+        return {**self.frozen, **state.following}
 
 
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
@@ -107,7 +112,7 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     """Rows with the fields that roles write and with advantages, the state with the chain's, and metrics."""
     job = trainer.job
     parts = trainer.parts
-    weights = weights_of(parts.roles, state.roles, trainer.frozen)
+    weights = weights_of(parts.roles, state.roles, trainer.frozen_in(state))
     for scorer in parts.remote_scorers.values():
         scorer.begin(rows, state.step + 1)
     rows = score(parts.roles, weights, rows, scoring_budget(job.settings), trainer.clock, parts.agents)
@@ -157,11 +162,31 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     plan = update_plan(trainer.job, parts, state.step + 1)
     monitor = UpdateMonitor(trainer.clock, trainer.skips)
     roles, metrics = learn_per_agent(
-        parts.roles, state.roles, rows, plan, parts.agents, frozen=trainer.frozen, monitor=monitor
+        parts.roles, state.roles, rows, plan, parts.agents, frozen=trainer.frozen_in(state), monitor=monitor
     )
+    state = follow_policy(parts, state._replace(roles=roles, step=plan.step))
     if trainer.skips is not None:
         metrics |= trainer.skips.take()
-    return refresh_earlier_selves(parts, state._replace(roles=roles, step=plan.step), trainer.frozen), metrics
+    return refresh_earlier_selves(parts, state, trainer.frozen), metrics
+
+
+@torch.no_grad()
+def follow_policy(parts: Parts, state: State) -> State:
+    """The state after the moves of `Role.follow` that are due after its step, in place. Collective.
+
+    References: Gorbatovski et al., 2024, https://arxiv.org/abs/2404.09656 (a reference that moves).
+    """
+    policy = parts.roles[parts.main_role].placed
+    own = state.roles[parts.main_role].params
+    for name, params in state.following.items():
+        role = parts.roles[name]
+        if role.follow is None or state.step % role.follow.every:
+            continue
+        same = role.placed.stored == policy.stored
+        target = own if same else role.placed.copy_from(policy, own)
+        for x, y in zip(trees.leaves(params), trees.leaves(target), strict=True):
+            x.lerp_(y.to(x.dtype), role.follow.share)
+    return state
 
 
 def end_steps(trainer: Trainer, state: State) -> None:

@@ -56,7 +56,8 @@ def begin_run(
     folder = shared_folder(observer, mesh)
     weights = first_weights(job, parts, first_base(job, parts, observer, folder))
     frozen = frozen_weights(parts, weights)
-    rows_source = source(job, parts, frozen, clock, observer)
+    fixed = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+    rows_source = source(job, parts, fixed, clock, observer)  # which evaluates beside the first weights
     trainer = Trainer(
         job,
         parts,

@@ -58,6 +58,8 @@ def state_layouts(parts: Parts, state: State) -> dict[str, Layout]:
     for name in state.earlier:
         stored = trees.named(parts.roles[parts.main_role].stored)
         layouts |= {f"earlier/{name}/params/{leaf}": layout for leaf, layout in stored}
+    for name in state.following:
+        layouts |= {f"following/{name}/{leaf}": layout for leaf, layout in trees.named(parts.roles[name].stored)}
     return layouts
 
 

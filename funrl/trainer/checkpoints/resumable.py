@@ -20,8 +20,9 @@ from funrl.trainer.settings.declaration import HELD_OUT_SET, RECORD_TOKENS, STAR
 from funrl.trainer.storage.shard_server import CheckpointError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
-FACT_WORDS = {"learns": "losses of"}  # of facts, where the name alone is no phrase
-OWN_FACTS = ("recipe", "learns", "optimizer")  # decided by flags; the others by the model's files
+# Of facts, where the name alone is no phrase.
+FACT_WORDS = {"learns": "losses of", "follows": "models that --follow names:"}
+OWN_FACTS = ("recipe", "learns", "optimizer", "follows")  # decided by flags; the others by the model's files
 RESUME_ADVICE = "give the flags that the run was started with, or another --run_dir"
 
 
@@ -29,6 +30,7 @@ def run_facts(job: Job) -> dict[str, Any]:
     """Everything about a run that stays as it is when it continues, in words of JSON."""
     recipe = {} if job.provenance.recipe is None else {"recipe": job.provenance.recipe}
     own = {"learns": sorted(job.algorithm.losses), "optimizer": job.settings.optimization.optimizer}
+    own["follows"] = sorted(job.settings.optimization.follow_rules)
     return (
         recipe | own | model_function(job.models[job.main_role].config) | {"tokenizer": tokenizer_digest(job.tokenizer)}
     )

@@ -212,6 +212,7 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         temperature=settings.sampling.temperature if samples else 1.0,
         topk=min(settings.models.teacher_top_k, placed.model.config.vocab),
         base=job.base_of(name),
+        follow=settings.optimization.follow_rules.get(name),
         context=TEACHER_PROMPT if has_context(kind, settings) else "",
     )
     loss = job.algorithm.losses.get(name)
@@ -247,7 +248,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     shared = bases(parts.roles)
     for name, role in parts.roles.items():
         placed = role.placed
-        dtype = job.dtype if role.loss is None else job.master
+        dtype = weights_dtype(job, role)
         if name in job.directories:
             weights[name] = hf.load(
                 job.directories[name], dtype, placed.mesh, layouts=placed.stored, model=placed.model
@@ -262,6 +263,11 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
         else:
             weights[name] = placed.copy_from(parts.begin, begin, dtype)
     return weights
+
+
+def weights_dtype(job: Job, role: Role) -> torch.dtype:
+    """Dtype of a role's own weights between steps: that of master weights if they change."""
+    return job.dtype if role.loss is None and role.follow is None else job.master
 
 
 def _first_adapters(job: Job, name: str, role: Role, begin: trees.Tree) -> dict[str, trees.Tree]:
@@ -283,8 +289,8 @@ def _first_adapters(job: Job, name: str, role: Role, begin: trees.Tree) -> dict[
 
 
 def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
-    """The frozen roles' entries of `first_weights`."""
-    return {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+    """The entries of `first_weights` of roles whose weights stay what they are."""
+    return {n: tree for n, tree in weights.items() if parts.roles[n].loss is None and parts.roles[n].follow is None}
 
 
 def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], source: trees.Tree) -> State:
@@ -300,7 +306,8 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
     }
     keep_copies(parts.roles, states)
     advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
-    state = State(states, advantage, source)
+    following = {name: weights[name] for name, role in parts.roles.items() if role.follow is not None}
+    state = State(states, advantage, source, following=following)
     if not isinstance(parts, GeneratingParts):
         return state
     agents = parts.generator.frozen.items()

@@ -335,6 +335,37 @@ def check_teacher_context(settings: Settings, models: Mapping[str, Model], algor
         raise settings.refusal("{teacher_context} with {model}: its prompts have pictures; leave it out")
 
 
+def check_follow(
+    settings: Settings, algorithm: Algorithm, models: Collection[str], directories: Collection[str]
+) -> None:
+    """Check that the models of --follow can follow the policy.
+
+    Args:
+      models: names of the roles that have one.
+      directories: names of those whose model is not the one that the run begins with.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    rules = settings.optimization.follow_rules
+    still = [name for name in models if name not in {*algorithm.losses, *SCORING_ROLES, *directories}]
+    for name in rules:
+        problem = ""
+        if name not in models:
+            problem = f"this run has no {name}"
+        elif name in algorithm.losses:
+            problem = f"the {name} learns by a loss of its own"
+        elif name not in still:
+            problem = f"the {name} has a model of its own, which does not become the policy"
+        elif name in settings.devices.scoring:
+            problem = f"the {name} has ranks of its own; leave it out of --place"
+        if problem:
+            others = f"; {', '.join(still)} can follow it" if still else ""
+            raise settings.refusal(f"{{follow}}: {problem}{others}")
+    if rules and settings.models.backend != "torch":
+        raise settings.refusal("{follow} with {backend}: its programs hold frozen weights; give --backend=torch")
+
+
 def check_context_field(settings: Settings, prompts: Sequence[Example]) -> None:
     """Check that there is the field of the records, or the function, that --teacher_context names.
 

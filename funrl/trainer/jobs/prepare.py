@@ -31,6 +31,7 @@ from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_code,
     check_context_field,
+    check_follow,
     check_mask_replay,
     check_meshes,
     check_owned_values,
@@ -95,6 +96,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_driven(settings, models.models)
     check_mask_replay(settings, models.models, algorithm, given)
     check_teacher_context(settings, models.models, algorithm, given)
+    check_follow(settings, algorithm, models.models, models.directories)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     if kind == "rl":
         task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))

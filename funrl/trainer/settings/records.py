@@ -40,6 +40,7 @@ from funrl.trainer.settings.declaration import (
     parts,
     some_of,
 )
+from funrl.trainer.settings.follow_rule import FollowRule, are_follow_rules, follow_rules
 from funrl.trainer.settings.gap_rule import GapRule, is_gap_rule
 
 SAVED_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -770,6 +771,19 @@ class OptimizerSettings:
         unless={"lora_rank": "adapters learn alone"},
         keeps_none=True,
     )
+    follow: str | None = flag(
+        None,
+        "frozen models that move to the policy: ROLE:STEPS copies it every so many steps, ROLE:STEPS:SHARE goes that "
+        "share of the way, as teacher:1:0.05",
+        Bound("ROLE:STEPS or ROLE:STEPS:SHARE, several by commas, such as reference:100", are_follow_rules),
+        chosen="none",
+        unless={"lora_rank": "a reference of adapters is the base that they share"},
+    )
+
+    @property
+    def follow_rules(self) -> dict[str, FollowRule]:
+        """The rules of --follow, by role."""
+        return follow_rules(self.follow)
 
 
 @dataclass(frozen=True)

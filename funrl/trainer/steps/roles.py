@@ -32,6 +32,7 @@ from funrl.models.placed import Placed, Teacher
 from funrl.models.weight_dtypes import renew_copies
 from funrl.optim import Transformation
 from funrl.role_kinds import ROLES
+from funrl.trainer.settings.follow_rule import FollowRule
 from funrl.trainer.steps.optimizer import with_frozen
 from funrl.trainer.steps.router_losses import Choices, RouterLosses
 
@@ -112,6 +113,7 @@ class Role(NamedTuple):
       base: the frozen role whose weights it has, with adapters of its own beside them where it learns; None: all its
         weights are its own.
       frozen: how the names of those of its weights begin that do not learn.
+      follow: how its weights move towards the policy's, which it does not learn by itself; None: they stay.
       context: ragged field of the batch with the prompts that it sees instead of the policy's; "": it sees these.
     """
 
@@ -131,6 +133,7 @@ class Role(NamedTuple):
     router: RouterLosses = RouterLosses()
     programs: StepPrograms | None = None
     frozen: tuple[str, ...] = ()
+    follow: FollowRule | None = None
     context: str = ""
 
     @property
@@ -199,6 +202,7 @@ class State(NamedTuple):
       step: steps that are done.
       version: of the weights that the engine has; each load makes it one more.
       earlier: of each frozen model that is renewed from time to time, what it is now.
+      following: weights of each role that follows the policy, in the dtype of master weights.
     """
 
     roles: Mapping[str, RoleState]
@@ -207,6 +211,7 @@ class State(NamedTuple):
     step: int = 0
     version: int = 0
     earlier: Mapping[str, EarlierSelf] = {}
+    following: Mapping[str, trees.Tree] = {}
 
 
 def whole_weights(model: Model, base: str | None, own: trees.Tree, frozen: Mapping[str, trees.Tree]) -> trees.Tree:
