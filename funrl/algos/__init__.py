@@ -36,7 +36,7 @@ _PIECES = {
     " running_normalise stop_properly to_last_token to_tokens token_rewards",
     "advantages.steps": "hierarchical_center learn_observations role_baseline step_groups turn_length_penalty"
     " turn_relative",
-    "advantages.teacher_rewards": "teacher_advantage",
+    "advantages.teacher_rewards": "teacher_advantage weigh_early_tokens",
     "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
     "advantages.token_selection": "adapt_entropy count_prompt_tokens covariance keep_highest_entropy"
     " mark_positives noise select_covariance_between select_highest_covariance share_of top_tokens",

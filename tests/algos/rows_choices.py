@@ -58,12 +58,29 @@ def coefficient(value):
     return reference
 
 
-def follow_teacher(kind, keep):
+def follow_teacher(kind, keep, of_teacher=1.0):
+    """The teacher's advantage times `of_teacher`, and the signal times `keep`."""
+
     def reference(x, b):
         out = pieces.grid(b)
         for i in range(len(b.mask)):
             for t in pieces.sampled(b, i):
-                out[i][t] = (x[i][t] if keep else 0.0) - KL[kind](b.old_logp[i][t], b.teacher_logp[i][t])
+                kl = KL[kind](b.old_logp[i][t], b.teacher_logp[i][t])
+                out[i][t] = (keep * x[i][t] if keep else 0.0) - of_teacher * kl
+        return {"x": out}
+
+    return reference
+
+
+def early_tokens(gamma):
+    def reference(x, b):
+        out = pieces.grid(b)
+        for i in range(len(b.mask)):
+            places = pieces.sampled(b, i)
+            whole = sum(abs(x[i][t]) for t in places)
+            for n, t in enumerate(places):
+                before = sum(abs(x[i][s]) for s in places[:n])
+                out[i][t] = (1 + gamma * (1 - before / whole)) * x[i][t]
         return {"x": out}
 
     return reference
@@ -123,6 +140,16 @@ ROWS = [
         lambda: algos.teacher_advantage("k3"),
         follow_teacher("k3", True),
         tokens=True,
+    ),
+    pieces.Row(
+        "teacher_advantage shared",
+        "advantage",
+        lambda: algos.teacher_advantage("k1", 0.3),
+        follow_teacher("k1", 0.3, 0.7),
+        tokens=True,
+    ),
+    pieces.Row(
+        "weigh_early_tokens", "advantage", lambda: algos.weigh_early_tokens(0.7), early_tokens(0.7), tokens=True
     ),
     pieces.Row(
         "mark_positives",

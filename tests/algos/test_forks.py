@@ -35,8 +35,9 @@ ALONG_PATHS = {
     "kl_in_reward": "its row of the table begins with to_last_token",
     "future_weighted": "ratios of what follows on its path",
     "optimal_token_baseline": "gradients of what was sampled before it",
+    "weigh_early_tokens": "advantages of what was sampled before it",
 }
-OF_PATHS = {"ppo", "prime", "vapo", "sao", "pf_ppo", "otb", "fipo", "gigpo"}  # recipes with such pieces
+OF_PATHS = {"ppo", "prime", "vapo", "sao", "pf_ppo", "otb", "fipo", "gigpo", "iw_opd"}  # recipes with such pieces
 OF_PAIRS = {id(row) for row in rows_preference.ROWS}
 LAYOUTS = {
     "single": lambda forest: forest.single(),

@@ -33,6 +33,8 @@ _FIRST = (  # in lists; other files follow by name
     "otb",
     "distillation",
     "gkd",
+    "sdpo",
+    "iw_opd",
     "sft",
     "dpo",
     "online_dpo",

@@ -1,0 +1,48 @@
+"""SDPO: the policy with more in its prompt is the teacher of each token; its advantage is mixed with that of rewards.
+
+References: Huebotter et al., 2026, https://arxiv.org/abs/2601.20802. Its abstract, a summary of its method and the page
+  of a port (sdpo-rl) were read: the mix of both advantages, the teacher after a solved attempt, and its moving average.
+verl: in the authors' fork, with the KL over the teacher's top tokens. TRL: an experimental trainer, the same.
+
+Run it with --teacher_context=sibling, or with a field of feedback or a demonstration, and --follow=teacher:1:0.05;
+without --follow the teacher is the first policy, with --follow=teacher:1 the policy of now. With reward_share=0 it is
+SDFT (https://arxiv.org/abs/2601.19897) after a demonstration, and OPSD after the answer, both as policy gradients.
+"""
+
+from funrl.algos.advantages.baselines import group_center, group_scale
+from funrl.algos.advantages.shaping import to_tokens
+from funrl.algos.advantages.teacher_rewards import teacher_advantage
+from funrl.algos.compose import with_regularizers
+from funrl.algos.core import Algorithm, chain, reduce
+from funrl.algos.losses.clipped import clipped_surrogate
+from funrl.algos.losses.reductions import token_mean
+
+
+def sdpo(
+    reward_share: float = 0.5,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    entropy_coef: float = 0.0,
+    std_eps: float = 1e-6,
+) -> Algorithm:
+    """Self-distillation policy optimisation.
+
+    Args:
+      reward_share: of GRPO's advantage, from 0 to 1; the teacher's, its log-probability less the policy's, has the
+        rest.
+      clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
+      entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+      std_eps: added to the deviation that a group's rewards are divided by.
+
+    Raises:
+      ValueError: the share is not from 0 to 1.
+
+    Warning: the teacher's advantage is of sampled tokens; the paper also compares the most probable tokens, as
+      `distillation --kind=forward` does.
+    """
+    return Algorithm(
+        advantage=chain(group_center(), group_scale(std_eps), to_tokens(), teacher_advantage("k1", reward_share)),
+        losses={
+            "policy": reduce(with_regularizers(clipped_surrogate(clip_low, clip_high), 0.0, entropy_coef), token_mean())
+        },
+    )
