@@ -73,6 +73,7 @@ class TrainKeywords(SharedKeywords, total=False):
     resize_vocab: TruthValue
     teacher: TextValue | None
     teacher_top_k: WholeValue
+    teacher_context: TextValue | None
     save_dtype: TextValue
     numerics: TextValue
     backend: TextValue
@@ -136,6 +137,7 @@ class TrainKeywords(SharedKeywords, total=False):
     decay_all: TruthValue
     max_grad_norm: NumberValue
     freeze: TextValue | None
+    follow: TextValue | None
     lora_rank: WholeValue | None
     lora_alpha: NumberValue | None
     lora_targets: TextValue
@@ -223,6 +225,7 @@ class TrainKeywords(SharedKeywords, total=False):
     proposers: WholeValue
     raw_tail: TruthValue
     rest: TruthValue
+    reward_share: NumberValue
     safe_ratio: NumberValue | None
     sampled_by: TextValue
     scale: NumberValue

@@ -16,6 +16,7 @@ from funrl.fields import CONTEXT_FIELDS
 from funrl.kinds import Ragged
 from funrl.mesh.mesh import single
 from funrl.rewards.call import RewardError
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import teacher_prompts_of
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.teacher_prompts import ScoredCompletion, after_best_sibling, after_text
@@ -76,7 +77,7 @@ def test_the_teacher_scores_a_completion_after_its_own_prompt():
         begin_ids = own if len(own) else batch.tokens[row, :first]
         whole = torch.cat([begin_ids.long(), batch.tokens[row, first:end].long()])[None]
         alone = Batch(tokens=whole, mask=torch.arange(whole.shape[1])[None] >= len(begin_ids))
-        logp = role.placed.token_scores(params, alone).logp[0, len(begin_ids) :]
+        logp = role.placed.token_scores(params, alone).read("logp")[0, len(begin_ids) :]
         assert torch.allclose(batch.teacher_logp[row, first:end], logp, atol=1e-12, rtol=0)
         same = torch.allclose(logp, batch.old_logp[row, first:end], atol=1e-12, rtol=0)
         assert same == (not len(own))  # the teacher is the first policy
@@ -95,13 +96,18 @@ def test_the_best_sibling_is_shown_to_those_below_it():
     assert [after_best_sibling("q", texts, [0.0, 1.0, 1.0], i) for i in range(3)] == ["b\n\nq", None, None]
     assert [after_best_sibling("q", texts, [1.0, 1.0, 1.0], i) for i in range(3)] == [None] * 3
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
-    assert [m["content"] for m in after_text("b", chat)] == ["q", "a", "b\n\nr"] and chat[2]["content"] == "r"
+    shown = after_text("b", chat)
+    assert not isinstance(shown, str)
+    assert [message["content"] for message in shown] == ["q", "a", "b\n\nr"] and chat[2]["content"] == "r"
 
 
 def test_a_function_that_fails_or_gives_no_text_is_named():
     example = Example([5, 6], "3+4=", {"answer": "7"}, source="p.jsonl, line 3")
     for name, text in (("numbered", "TypeError"), ("failing", "KeyError: 'demonstration'")):
-        made = teacher_prompts_of(small_job(distillation, teacher_context=f"{FUNCTIONS}:{name}"))
+        job = small_job(distillation, teacher_context=f"{FUNCTIONS}:{name}")
+        assert isinstance(job, RLJob)
+        made = teacher_prompts_of(job)
+        assert made is not None
         with pytest.raises(RewardError, match=f"--teacher_context: p.jsonl, line 3: .*{text}"):
             made.lines([example], [ScoredCompletion(0, [3], 0.0)], 1)
 

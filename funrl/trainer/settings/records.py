@@ -78,8 +78,8 @@ class ModelSettings:
     )
     teacher_context: str | None = flag(
         None,
-        "what the teacher sees before the prompt: a field of the records; or sibling, the prompt's best completion; or "
-        "FILE.py:function that gives its prompt; without --teacher the teacher is the first policy",
+        "what the teacher alone sees, and without --teacher the first policy: a field of the records, sibling (the best "
+        "completion), or FILE.py:function",
         kinds=RL,
         needs=("teacher",),
     )
@@ -773,9 +773,8 @@ class OptimizerSettings:
     )
     follow: str | None = flag(
         None,
-        "frozen models that move to the policy: ROLE:STEPS copies it every so many steps, ROLE:STEPS:SHARE goes that "
-        "share of the way, as teacher:1:0.05",
-        Bound("ROLE:STEPS or ROLE:STEPS:SHARE, several by commas, such as reference:100", are_follow_rules),
+        "frozen models that move to the policy, all the way or a share of it, every so many steps",
+        Bound("ROLE:STEPS or ROLE:STEPS:SHARE, as reference:100 or teacher:1:0.05", are_follow_rules),
         chosen="none",
         unless={"lora_rank": "a reference of adapters is the base that they share"},
     )

@@ -18,7 +18,7 @@ from funrl.batch import Batch
 from funrl.kinds import Ragged
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
-WIDTH_MULTIPLE = 8  # of the tokens of a row, as of other rows
+PADDED_TO = 8  # of the tokens of a row, as of other rows
 
 
 class ContextRows(NamedTuple):
@@ -61,7 +61,7 @@ def with_context(rows: Rows, field: str) -> ContextRows:
     own_b = offsets.diff()
     begin_b = torch.where(own_b > 0, own_b, first_b)
     new_length_b = begin_b + length_b - first_b
-    width = math.ceil(max(int(new_length_b.max()) if len(new_length_b) else 1, 1) / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = math.ceil(max(int(new_length_b.max()) if len(new_length_b) else 1, 1) / PADDED_TO) * PADDED_TO
 
     place_W = torch.arange(width, device=device)
     source_bW = place_W - begin_b[:, None] + first_b[:, None]  # in the row, of a token after the prompt
