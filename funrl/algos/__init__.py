@@ -23,6 +23,7 @@ _PIECES = {
     "reading": "CountError FieldReads reads run_advantage run_function",
     "explanation": "explain_algorithm",
     "compose": "corrected filtered kl_controller with_regularizers",
+    "objectives": "by_source rows_of_objective some_across",
     "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"
     " greedy_baseline group_center group_log_ratio group_scale informative_rescale leave_one_out"
     " length_weighted_center max_at_k optimal_value_baseline relative_to_mean win_rate",

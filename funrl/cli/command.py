@@ -15,6 +15,7 @@ from funrl.flags import parser as flags
 from funrl.flags.arguments import (
     Arguments,
     arguments_of,
+    check_recipe_names,
     find_recipe,
     first_line,
     full_source,
@@ -22,7 +23,6 @@ from funrl.flags.arguments import (
 )
 from funrl.flags.foreign.answers import check_names, names_given
 from funrl.flags.foreign.meaning import NameContext
-from funrl.loading import locate
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, refusing, run_kind
 from funrl.trainer.settings.scorers import resolved
@@ -145,7 +145,7 @@ def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tupl
     if common.values["algorithm"] is None:
         raise SettingsError("--algorithm is needed: a recipe listed by `funrl --help`, or FILE.py:function")
     source = full_source(common.values["algorithm"])
-    locate("algorithm", source)
+    check_recipe_names(source)
     names = names_of_arguments(source)
     if common.unknown:
         arguments = experiment.arguments(source)[0].flags if names is None else names

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import funrl
-from funrl.loading import LoadError, load_function
+from funrl.loading import LoadError, load_function, locate
 from funrl.trainer.settings.declaration import Bound, Flag, SettingsError, above, at_least, at_most, one_of, value_type
 from funrl.trainer.settings.settings import settings_flags
 
@@ -112,9 +112,45 @@ def argument_texts(doc: str) -> dict[str, str]:
     return {name: " ".join(text).strip().removesuffix(".") for names, text in items for name in names}
 
 
+def recipes_by_source(text: str) -> dict[str, str]:
+    """Source of prompts -> its recipe, of a text such as "grpo@math,FILE.py:f@chat"; empty for one recipe.
+
+    Raises:
+      LoadError: a part has no source, or two have the same.
+    """
+    words = [word.strip().rpartition("@") for word in text.split(",")]
+    if not any(at for _, at, _ in words):
+        return {}
+    by_source = {source: recipe for recipe, _, source in words}
+    if len(by_source) < len(words) or not all(recipe and source for recipe, _, source in words):
+        raise LoadError(f"--algorithm={text}: write RECIPE@SOURCE,RECIPE@SOURCE with each source of the prompts once")
+    return by_source
+
+
 def find_recipe(text: str) -> Callable[..., Any]:
-    """The recipe that "dr_grpo", "module:function" or "FILE.py:function" names. Raises: LoadError."""
-    return load_function("algorithm", full_source(text))
+    """The recipe that "dr_grpo", "module:function", "FILE.py:function" or several with sources name.
+
+    Raises:
+      LoadError: there is no such function.
+    """
+    parts = recipes_by_source(text)
+    if not parts:
+        return load_function("algorithm", full_source(text))
+    recipes = {source: find_recipe(recipe) for source, recipe in parts.items()}
+
+    def mixed() -> Any:
+        """An algorithm for each source of prompts."""
+        from funrl.algos import by_source
+
+        return by_source({source: recipe() for source, recipe in recipes.items()})
+
+    return mixed
+
+
+def check_recipe_names(text: str) -> None:
+    """Check that the files and modules of recipes are there, and name their functions. Raises: LoadError."""
+    for recipe in recipes_by_source(text).values() or (text,):
+        locate("algorithm", full_source(recipe))
 
 
 def full_source(text: str) -> str:
@@ -123,6 +159,8 @@ def full_source(text: str) -> str:
     Raises:
       LoadError: there is no recipe of that name.
     """
+    if parts := recipes_by_source(text):
+        return ",".join(f"{full_source(recipe)}@{source}" for source, recipe in parts.items())
     if not re.fullmatch(r"\w+", text):
         return text
     if text not in recipe_names():
@@ -136,6 +174,8 @@ def full_source(text: str) -> str:
 
 def recipe_name(source: str) -> str:
     """The name of a recipe, wherever its file is: a bare name, FILE.py:function, or the source unchanged."""
+    if parts := recipes_by_source(source):
+        return ",".join(f"{recipe_name(recipe)}@{name}" for name, recipe in parts.items())
     name, _, function = source.rpartition(":")
     if name == f"{RECIPES}.{function}":
         return function
@@ -151,6 +191,8 @@ def recipe_names() -> tuple[str, ...]:
 
 def names_of_arguments(source: str) -> frozenset[str] | None:
     """Names of the arguments of "FILE.py:function" or "module:function"; None if its text does not give them."""
+    if recipes_by_source(source):
+        return frozenset()
     name, _, function = source.rpartition(":")
     definition = _function(_parsed(_file(name)), function)
     if definition is None or definition.args.kwarg or definition.decorator_list:

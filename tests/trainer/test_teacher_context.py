@@ -23,7 +23,7 @@ from funrl.trainer.sources.teacher_prompts import ScoredCompletion, after_best_s
 from funrl.trainer.steps.contexts import with_context
 from funrl.trainer.steps.step_rows import rows_of
 
-FUNCTIONS = Path(__file__).with_name("teacher_functions.py")
+FUNCTIONS = Path(__file__).with_name("functions_of_flags.py")
 EASIER = f"{FUNCTIONS}:easier"
 
 

@@ -29,6 +29,7 @@ from funrl.trainer.jobs.sharding import (
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, refusing, run_kind
 from funrl.trainer.settings.scorers import JUDGE, NOTHING_GIVEN, Given, environment_flag, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, check_needs, flag_value, given_flag, is_given
+from funrl.trainer.sources.evaluation import source_names
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.teacher_prompts import SIBLING
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -364,6 +365,22 @@ def check_follow(
             raise settings.refusal(f"{{follow}}: {problem}{others}")
     if rules and settings.models.backend != "torch":
         raise settings.refusal("{follow} with {backend}: its programs hold frozen weights; give --backend=torch")
+
+
+def check_objectives(algorithm: Algorithm, prompts: Sequence[Example]) -> None:
+    """Check that each source of prompts has an objective, and each objective prompts. Raises: SettingsError."""
+    if not algorithm.objectives:
+        return
+    name_of = source_names(prompts)
+    sources = sorted({name_of(prompt) for prompt in prompts})
+    without = [name for name in sources if name not in algorithm.objectives]
+    idle = [name for name in algorithm.objectives if name not in sources]
+    if without or idle:
+        problem = f"no algorithm for the source {without[0]!r}" if without else f"no prompts of the source {idle[0]!r}"
+        raise SettingsError(
+            f"--algorithm: there is {problem}; the sources of the prompts, by `data_source` or the name of their file, "
+            f"are {', '.join(sources)}, and there are algorithms for {', '.join(algorithm.objectives)}"
+        )
 
 
 def check_context_field(settings: Settings, prompts: Sequence[Example]) -> None:

@@ -34,6 +34,7 @@ from funrl.trainer.jobs.compatibility import (
     check_follow,
     check_mask_replay,
     check_meshes,
+    check_objectives,
     check_owned_values,
     check_readers,
     check_teacher_context,
@@ -103,6 +104,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         if learns_from_demonstrations(algorithm):
             check_demonstrations(task.prompts, task.demonstration_field, settings.sampling.new_tokens_per_step)
         check_context_field(settings, task.prompts)
+        check_objectives(algorithm, task.prompts)
         job = checked_job(settings, algorithm, models, devices, task)
     else:
         task = texts_of_algorithm(algorithm, settings, tokenizer, model, given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from funrl import trees
 from funrl.algos.checking import learns_alone
@@ -15,6 +15,7 @@ from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.data.pictures import picture_form_of
 from funrl.data.prompt_format import template_arguments, tools_of
+from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.answer_rewards import CompletionReader
@@ -51,7 +52,7 @@ from funrl.trainer.sources.completion_scores import (
 )
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup
-from funrl.trainer.sources.evaluation import PromptEvaluation, source_of, verdicts
+from funrl.trainer.sources.evaluation import PromptEvaluation, source_names, source_of, verdicts
 from funrl.trainer.sources.generation import RewardedEngine, RowForm
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
@@ -238,10 +239,19 @@ def generation_of(
             versions=settings.asynchrony.staleness > 0,
             kept=settings.sampling.mask_replay,
             context=teacher_prompts_of(job),
+            objective_of=objective_of(job),
             choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
     )
+
+
+def objective_of(job: RLJob) -> Callable[[Example], int] | None:
+    """A function that numbers the objective of a prompt's source; None: the algorithm has one objective."""
+    if not job.algorithm.objectives:
+        return None
+    name_of = source_names(job.task.prompts)
+    return lambda example: job.algorithm.objectives.index(name_of(example))
 
 
 def teacher_prompts_of(job: RLJob) -> TeacherPrompts | None:
@@ -280,7 +290,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     versions = in_parts or job.settings.asynchrony.staleness > 0
     owned = None if job.model.owned is None else job.model.owned.none
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
-    form = form._replace(pictures=picture_form_of(job.tokenizer))
+    form = form._replace(pictures=picture_form_of(job.tokenizer), objective_of=objective_of(job))
     log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(environment, chat, limits, form, models=models, log=log, source_of=source_of(job.task.prompts))
 

@@ -78,7 +78,7 @@ class ModelSettings:
     )
     teacher_context: str | None = flag(
         None,
-        "what the teacher alone sees, and without --teacher the first policy: a field of the records, sibling (the best "
+        "what the teacher alone sees (the first policy, without --teacher): a field of the records, sibling (the best "
         "completion), or FILE.py:function",
         kinds=RL,
         needs=("teacher",),

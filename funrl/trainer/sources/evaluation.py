@@ -212,9 +212,14 @@ def source_of(examples: Sequence[Example]) -> Callable[[Example], str] | None:
 
     Returns: None if there is only one, or too many.
     """
-    whole = all(isinstance(example.fields.get("data_source"), str) for example in examples)
-    name_of = _data_source if whole else _file
+    name_of = source_names(examples)
     return name_of if 1 < len({name_of(example) for example in examples}) <= MOST_SETS else None
+
+
+def source_names(examples: Sequence[Example]) -> Callable[[Example], str]:
+    """A function that names the `data_source` of one of the prompts, or where some have none, its file."""
+    whole = all(isinstance(example.fields.get("data_source"), str) for example in examples)
+    return _data_source if whole else _file
 
 
 def _data_source(example: Example) -> str:

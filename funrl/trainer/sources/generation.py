@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.batch import TOKEN_INT, Batch
+from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
+from funrl.batch import TOKEN_INT, Batch, declare
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
 from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT
@@ -331,6 +332,7 @@ class RowForm(NamedTuple):
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
       pictures: form in which the model takes pictures; None: it sees none.
       context: makes the prompts of a teacher that sees more than the policy; None: it sees the same.
+      objective_of: number of the objective of a prompt's source; None: there is one objective.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -344,6 +346,7 @@ class RowForm(NamedTuple):
     owned: Mapping[str, Tensor] | None = None
     pictures: PictureForm | None = None
     context: TeacherPrompts | None = None
+    objective_of: Callable[[Example], int] | None = None
 
 
 PLAIN_FORM = RowForm()
@@ -403,6 +406,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
         truncated=~done.finished,
         failed=done.failed,
     )
+    batch = with_objectives(batch, examples, form)
     like = next((x.owned.values for x in examples if x.owned is not None), None)
     rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
     if form.context is not None:
@@ -414,6 +418,20 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     if not form.kept:
         return rows
     return rows.declaring(KEPT_FIELDS).with_fields(**kept_fields(done.completions, prompts, device))
+
+
+def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
+    """The batch with the number of each row's objective, where there are several.
+
+    Args:
+      batch: its groups are numbered as the prompts.
+      examples: the prompts of all rows.
+      form: of the rows.
+    """
+    if form.objective_of is None:
+        return batch
+    objective_P = torch.tensor([form.objective_of(x) for x in examples], device=batch.group.device)
+    return declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=objective_P[batch.group])
 
 
 def kept_fields(

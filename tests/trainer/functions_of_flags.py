@@ -1,4 +1,4 @@
-"""Functions for --teacher_context, which ranks load from this file."""
+"""Functions for --teacher_context and --reward, which ranks load from this file."""
 
 
 def easier(prompt, completions, scores, index, answer, **fields):
@@ -12,3 +12,11 @@ def numbered(prompt, completions, scores, index, **fields):
 
 def failing(prompt, completions, scores, index, **fields):
     raise KeyError("demonstration")
+
+
+def digits(prompt, completion, **fields):
+    return sum(map(completion.count, "12345")) / 4 - 0.25 * completion.count("+")
+
+
+def always(prompt, completion, **fields):
+    return 1.0
