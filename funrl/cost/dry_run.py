@@ -361,6 +361,7 @@ def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str,
         "files",
         f"the evaluation every {settings.evaluation.eval_every} steps",
         *["the gain of --rollout_dtype=float8, as products are counted in 16 bits"] * settings.engines.float8,
+        *["what the teacher sees before the prompts"] * (settings.models.teacher_context is not None),
         *["the gain of prompts that plain layers on a CPU compute once"] * _shares_beginnings(job, hardware),
     ]
     if job.algorithm.filter is not None and settings.sampling.max_refills > 1:
@@ -804,7 +805,7 @@ def trace_step(
       written: fields that an earlier trace has scored, with which no role scores here; None: score here.
     """
     roles = {
-        name: role if role.optimizer is None else role._replace(optimizer=tracer.marked(role.optimizer))
+        name: role._replace(context="", optimizer=role.optimizer and tracer.marked(role.optimizer))
         for name, role in parts.roles.items()
     }
     weights, frozen = role_weights(tracer, job, parts)

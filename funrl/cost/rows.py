@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
 from funrl.algos.reading import reads
 from funrl.batch import TOKEN_INT, Batch, as_dict, declare
 from funrl.compiled_kernels.varlen_attention import segment_bounds
@@ -445,6 +446,9 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         demonstration=torch.zeros(shape, dtype=torch.bool) if learns_from_demonstrations(job.algorithm) else None,
         **(_episode_fields(job, shape, begins, wide) if has_environment(job.settings) else {}),
     )
+    if objectives := len(job.algorithm.objectives):
+        own = {OBJECTIVE: batch.group % objectives}
+        batch = declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(**own)
     if not job.settings.sampling.mask_replay:
         return batch
     return declare(batch, KEPT_FIELDS)._replace(kept_counts=torch.zeros(shape, dtype=TOKEN_INT))

@@ -14,6 +14,8 @@ from funrl.algos.recipes.dpo import dpo
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.cli import main as cli
+from funrl.cost import dry_run
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import single
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -103,3 +105,13 @@ def test_a_reference_of_preferences_moves_too():
         state, _ = one_step(run, state)
         same = all(map(torch.equal, trees.leaves(first), trees.leaves(state.following["reference"])))
         assert same == (step == 1)
+
+
+def test_the_dry_run_counts_a_model_that_follows_as_master_weights():
+    """In bfloat16 a model that stays has 2 bytes a weight, one that follows 4."""
+    peaks = {}
+    for follow in (None, "reference:1"):
+        job = small_job(with_kl, dtype="bfloat16", follow=follow)
+        peaks[follow] = dry_run.estimate(job, 8, HARDWARE["cpu"]).phases["update_policy"].peak["weights"]
+    count = sum(x.numel() for x in trees.leaves(job.model.init(torch.Generator())))
+    assert peaks["reference:1"] - peaks[None] == 2 * count

@@ -14,6 +14,8 @@ from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.distillation import distillation
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
+from funrl.cost import dry_run
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.flags.arguments import find_recipe, full_source, recipe_name, recipes_by_source
 from funrl.loading import LoadError
 from funrl.mesh.mesh import single
@@ -92,3 +94,8 @@ def test_a_command_line_names_a_recipe_for_each_source():
     for wrong in ("grpo@a,dapo", "grpo@a,dapo@a", "@a"):
         with pytest.raises(LoadError, match="RECIPE@SOURCE"):
             recipes_by_source(wrong)
+
+
+def test_the_dry_run_traces_every_objective(prompts):
+    phases = dry_run.estimate(small_job(mixed, batch_prompts=6, **prompts), 8, HARDWARE["cpu"]).phases
+    assert {"update_critic", "update_policy", "advantage"} <= set(phases)

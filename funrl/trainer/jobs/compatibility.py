@@ -349,7 +349,8 @@ def check_follow(
       SettingsError: naming the flag.
     """
     rules = settings.optimization.follow_rules
-    still = [name for name in models if name not in {*algorithm.losses, *SCORING_ROLES, *directories}]
+    others = {*algorithm.losses, *SCORING_ROLES, *directories, *settings.devices.scoring}
+    still = [name for name in models if name not in others]
     for name in rules:
         problem = ""
         if name not in models:
