@@ -351,7 +351,7 @@ def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
-    writer.evaluates = False
+    writer._evaluation = None
     writer._reported = 5
     writer._measured = True
     writer._generator = cast(Any, SimpleNamespace(engine=engine))

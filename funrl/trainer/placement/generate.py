@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -71,8 +71,8 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import Share, WrittenSamples, write_group
-from funrl.trainer.sources.heldout import HeldoutWriter, heldout_metrics
+from funrl.trainer.sources.group_rows import SampleWriter, Share, WrittenSamples, write_group
+from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -82,6 +82,8 @@ from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of,
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
+
+_T = TypeVar("_T")
 
 
 class ShowBuffer:
@@ -144,12 +146,10 @@ class ReplicaStep(NamedTuple):
       request: take a request of the trainer ranks.
       weights: take weights that have arrived.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
-      ended: note that this replica's part of an evaluation has ended.
     """
 
     request: bool = False
     weights: bool = False
-    ended: bool = False
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
 
@@ -175,7 +175,6 @@ class GroupWriter:
       engine: of this rank.
       mesh: to generate on.
       logged: episodes of groups, the newest batch included, by the groups' numbers.
-      evaluates: whether an evaluation runs beside the groups, until whose end the engine keeps its weights.
     """
 
     def __init__(
@@ -215,8 +214,8 @@ class GroupWriter:
         self._scored = bool(scorers_of(job.settings))  # models on the trainer ranks score completions
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         self._loop = asyncio.new_event_loop()
-        self.evaluates = False
-        self._heldout: HeldoutWriter | None = None
+        self._heldout: SampleWriter | None = None
+        self._heldout_step = 0
         self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
         self._unscored: list[tuple[Rollout, Rows]] = []  # completions of an evaluation that models score
         self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
@@ -230,6 +229,11 @@ class GroupWriter:
         self._idle_since: float | None = None
         self._waited_s = 0.0
         self._notes: list[str] = []
+
+    @property
+    def evaluates(self) -> bool:
+        """True on the first tensor rank while an evaluation is written; the engine keeps its weights until its end."""
+        return self._evaluation is not None and not self._evaluation.done()
 
     @property
     def leader(self) -> ResidentEngine:
@@ -255,8 +259,6 @@ class GroupWriter:
             self._held[number] = rows_of(batch, mesh=self._alone)
         if turn.weights:
             self.take()
-        if turn.ended:
-            self.evaluates = False
         if turn.request:
             self._rest_s = 0.0
         return turn
@@ -289,9 +291,8 @@ class GroupWriter:
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
         """
-        while self.evaluates and (self.engine.version or 0) < version:
-            self.turn(None)
-            self.step()
+        if (self.engine.version or 0) < version:
+            self._end_beside(self._evaluation)
         heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
             if from_first(self._receiver.arrived() is not None, self.mesh, "tensor"):
@@ -338,10 +339,18 @@ class GroupWriter:
         with heartbeat.phase("reshard"):
             engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
 
+    def _end_beside(self, task: asyncio.Task[_T] | None) -> _T | None:
+        """Write groups until a task of the first tensor rank has ended; its result there. Collective over "tensor"."""
+        while not from_first(task is None or task.done(), self.mesh, "tensor"):
+            self.turn(None)
+            self.step()
+        return None if task is None else task.result()
+
     def _begin_evaluation(self, request: BeginEvaluationRequest) -> None:
         """Begin to write this replica's part of an evaluation."""
-        self._heldout = HeldoutWriter(self.generation, request.step)
-        self.evaluates = True
+        heldout, sampling, _, seed, _ = self.generation.evaluation
+        self._heldout = SampleWriter(for_heldout(self.generation), heldout, sampling, seed)
+        self._heldout_step = request.step
         if self.resident is not None:
             self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
 
@@ -350,30 +359,24 @@ class GroupWriter:
         heldout = self._heldout
         if heldout is None:
             raise RuntimeError("no evaluation has begun")
-        while self.evaluates:
-            self.turn(None)
-            self.step()
         if isinstance(request, ScoresRequest):
             self._held.pop(HELDOUT, None)
             done, rows = self._unscored.pop()
             rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
         else:
-            done, rows = heldout.join(None if self._evaluation is None else self._evaluation.result())
+            done, rows = heldout.join(self._end_beside(self._evaluation))
             if self._scored:
                 self._unscored.append((done, rows))
                 self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
                 return written_rows(done, rows)
-        metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
+        metrics = heldout_metrics(heldout.generation, done, rows, self.show, self._heldout_step)
         return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
 
     def _greedy(self, request: GreedyRequest) -> Greedy:
         """Greedy completions of the first replica, beside the groups; no newer weights arrive meanwhile."""
         requests = greedy_requests(request.prompts, request.new_tokens)
         task = None if self.resident is None else self._loop.create_task(self.resident.ask_all(requests))
-        while not from_first(task is not None and task.done(), self.mesh, "tensor"):
-            self.turn(None)
-            self.step()
-        done = from_first(None if task is None else task.result(), self.mesh, "tensor")
+        done = from_first(self._end_beside(task), self.mesh, "tensor")
         return compared_greedy(greedy_of(done, self.mesh.device), self.mesh)
 
     def _send(self, request: SendGroupsRequest) -> None:
@@ -401,8 +404,6 @@ class GroupWriter:
 
     def _decide(self, answers: Answers | None) -> ReplicaStep | None:
         rows = self._deliver_ended()
-        if self.evaluates and self._evaluation is not None and self._evaluation.done():
-            return ReplicaStep(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
             return ReplicaStep(rows=rows) if rows else None

@@ -12,14 +12,12 @@ import torch
 
 from funrl import trees
 from funrl.data.order import order_digest, take_next
-from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
 from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_totals import episode_metrics
-from funrl.trainer.sources.generation import Rollout, rollout, to_rows
-from funrl.trainer.sources.group_rows import SampleWriter, first_samples, rescored
+from funrl.trainer.sources.group_rows import first_samples, rescored, rewarded_rows
 from funrl.trainer.sources.heldout import evaluate_heldout
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
@@ -141,29 +139,6 @@ def sampling_rounds(
         room -= len(part.kept)
         left -= part.sampled
         first = False
-
-
-def rewarded_rows(
-    generation: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int
-) -> tuple[Rollout, Rows]:
-    """Completions or episodes, and their rows with all rewards.
-
-    Args:
-      generation: as of the source.
-      clock: times "generate", "reward" and a phase for each scoring model.
-      examples: prompts, the same on every rank.
-      sampling: of the completions.
-      seed: of their noise.
-    """
-    with clock.phase("generate"):
-        if generation.episodes is not None:
-            writer = SampleWriter(generation, examples, sampling, seed, alone=True)
-            return writer.join(writer.run())
-        done = rollout(generation.engine, examples, sampling, seed)
-        rows = to_rows(examples, done, sampling, generation.form)
-    if done.reward_s:
-        clock.move(done.reward_s, "generate", "reward")
-    return done, rescored(generation, rows, examples)
 
 
 class StepChoice(NamedTuple):
