@@ -2,6 +2,7 @@
 
 import functools
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -205,7 +206,7 @@ def test_a_wait_lasts_as_long_as_there_is_progress_and_then_the_limit(monkeypatc
     monkeypatch.setattr(channel, "time", clock)
     monkeypatch.setattr(channel, "run_store", lambda: clock)
     with pytest.raises(MeshError, match=r"waited for an answer: .* have made no progress for 60 s"):
-        channel.wait_for_keys(["answer"], 1, "an answer", 60.0)
+        channel.wait_for_keys(["answer"], 1, channel.ProgressLimit(timedelta(minutes=1), "an answer"))
     assert 1060 <= clock.now < 1070
 
 
@@ -221,6 +222,6 @@ def test_each_pool_shows_progress_of_its_own(monkeypatch):
             time.sleep(0.01)
     assert not store.check([channel.progress_key(channel.GENERATING)])
     keys = []
-    monkeypatch.setattr(channel, "wait_for_keys", lambda *given: keys.append(given[-1]))
+    monkeypatch.setattr(channel, "wait_for_keys", lambda *given: keys.append(given[-1].key))
     channel.write_value(channel.answer_key("seven", 7), "an answer")
     assert Requests(single(), "seven").answer(7, "an answer") == "an answer" and keys == [channel.progress_key("seven")]

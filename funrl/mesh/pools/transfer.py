@@ -25,7 +25,7 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.patches import LARGEST_SHARE, changed_bytes, reshard_patches
 from funrl.mesh.plan import Plan, sent_bytes
-from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, read_value, remove_value, run_store, write_value
+from funrl.mesh.pools.channel import ProgressLimit, read_value, remove_value, run_store, wait_until, write_value
 from funrl.mesh.reshard import reshard
 from funrl.processes import spans
 from funrl.processes.heartbeat import beat, beside_the_program, entered, left
@@ -259,11 +259,7 @@ class WeightSender:
 
     def _await(self, look: Callable[[], bool], text: str) -> None:
         """Wait until `look` is true. Raises: MeshError: for too long."""
-        pauses = Pauses(self.mesh.world)
-        limit = ProgressLimit(limit_of(self.mesh), text)
-        while not look():
-            pauses.sleep()
-            limit.check()
+        wait_until(look, self.mesh.world, ProgressLimit(self.mesh.timeout, text))
 
 
 class WeightReceiver:
@@ -332,13 +328,13 @@ class WeightReceiver:
 
     def _await_next(self) -> bool:
         """Wait for the next transfer, and until there is room for it; False: none follows."""
-        pauses = Pauses(self.mesh.world)
-        store = run_store()
-        while not self._ended.is_set():
-            if self._arrived is None and store.check([f"{TRANSFERS_KEY}/{self._next}"]):
-                return True
-            pauses.sleep()
-        return False
+        key = f"{TRANSFERS_KEY}/{self._next}"
+        self._wait(lambda: self._arrived is None and run_store().check([key]))
+        return not self._ended.is_set()
+
+    def _wait(self, look: Callable[[], bool]) -> None:
+        """Wait until `look` is true, or no transfer follows."""
+        wait_until(lambda: self._ended.is_set() or look(), self.mesh.world)
 
     def _receive_next(self) -> None:
         number = self._next
@@ -360,9 +356,7 @@ class WeightReceiver:
             store.add(_key(number, "lost"), 1)
         if notice.patches:
             store.add(_key(number, "patched"), 1)
-            pauses = Pauses(self.mesh.world)
-            while store.add(_key(number, "patched"), 0) < self.mesh.world and not self._ended.is_set():
-                pauses.sleep()
+            self._wait(lambda: store.add(_key(number, "patched"), 0) == self.mesh.world)
             intact = not store.add(_key(number, "lost"), 0)
         self._next += 1
         if intact:

@@ -190,11 +190,10 @@ class LoggedWriter:
           sampling: of the samples.
           first: number of the first sample of each group.
         """
-        runs = [self._run_of(group, sampling, first) for group in groups]
-        parts = [
-            join_samples(self.generation, run, [self._example(group.position)], sampling)
-            for group, run in zip(groups, runs, strict=True)
-        ]
+        parts = []
+        for group in groups:
+            run = self._run_of(group, sampling, first)
+            parts.append(join_samples(self.generation, run, [self._example(group.position)], sampling))
         facts = [done._asdict() for done, _ in parts]
         mesh = self.generation.engine.mesh
         return join_groups(facts, [rows for _, rows in parts], mesh, samples=sampling.samples)

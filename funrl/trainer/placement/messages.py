@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import episode_units, units_of
+from funrl.algos.advantages.units import episode_units
 from funrl.batch import FIELDS, Batch, as_dict, declare, kind_of, schema_of
 from funrl.fields import Field
 from funrl.kinds import FieldKind, Value, line_places
@@ -359,16 +359,25 @@ def join_written(written: Sequence[tuple[int, int, WrittenRows]]) -> JoinedRows:
     """
     numbers, generators, parts = zip(*written, strict=True)
     first = parts[0]
-    rollout: dict[str, Any] = {}
-    for name, value in first.rollout.items():
-        values = [part.rollout[name] for part in parts]
-        if name in ("entries", "episodes"):
-            value = add_totals(*values)
-        rollout[name] = np.concatenate(values) if isinstance(value, np.ndarray) else value
+    rollout = joined_facts([part.rollout for part in parts])
     fields = {name: np.concatenate([part.fields[name] for part in parts]) for name in first.fields}
     owner = np.repeat(generators, counts := np.array([len(part.owner) for part in parts]))
     joined = WrittenRows(rollout, owner, fields, first.lines, first.further)
     return JoinedRows(np.array(numbers), np.array(generators), counts, joined)
+
+
+def joined_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join fields of the `Rollout` of groups, one group after the other; sums are taken in this order."""
+
+    def joined(name: str) -> Any:
+        values = [of_group[name] for of_group in facts]
+        if name in ("entries", "episodes"):
+            return add_totals(*values)
+        if isinstance(values[0], Tensor):
+            return torch.cat(values)
+        return np.concatenate(values) if isinstance(values[0], np.ndarray) else values[0]
+
+    return {name: joined(name) for name in facts[0]}
 
 
 def joined_rollout(joined: JoinedRows, mesh: Mesh, device: torch.device) -> Rollout:
@@ -392,38 +401,46 @@ def joined_rows(joined: JoinedRows, mesh: Mesh, device: torch.device, samples: i
       joined, mesh, device: as of `joined_rollout`.
       samples: of a group.
     """
-    written = joined.written
-    batch = declare(blank_batch(written, device), ORIGIN)
     begins = np.cumsum(joined.counts) - joined.counts
-    places = np.repeat(np.arange(len(joined.numbers)), joined.counts)
-    origins = (joined.numbers[places] << 32) + np.arange(len(places)) - begins[places]
-    group_B = torch.from_numpy(places).to(device)
-    batch = batch._replace(origin=torch.from_numpy(origins).to(device), group=group_B)
-    episode_B = batch.get("episode")
-    if episode_B is not None:
-        batch = batch._replace(episode=episode_B + group_B * samples)
-        batch = batch._replace(unit=episode_units(batch).index)
-    return rows_of(batch, written.owner, mesh)
+    group_B = np.repeat(np.arange(len(joined.numbers)), joined.counts)
+    origins = (joined.numbers[group_B] << 32) + np.arange(len(group_B)) - begins[group_B]
+    rows = remote_rows(joined.written, origins, mesh, device)
+    return in_batch(rows, torch.from_numpy(group_B).to(device), samples)
 
 
-def remote_rows(number: int, written: WrittenRows, mesh: Mesh, device: torch.device) -> Rows:
+def remote_rows(written: WrittenRows, origins: np.ndarray, mesh: Mesh, device: torch.device) -> Rows:
     """Rows that other ranks have.
 
     Args:
-      number: under which each rank keeps its own.
       written: facts of the rows.
+      origins: [B] as of a `SendGroupsRequest`.
       mesh: of the ranks that have them.
       device: of this rank.
     """
     batch = declare(blank_batch(written, device), ORIGIN)
-    origins = torch.from_numpy(origins_of(number, written.owner)).to(device)
-    return rows_of(batch._replace(origin=origins), written.owner, mesh)
+    return rows_of(batch._replace(origin=torch.from_numpy(origins).to(device)), written.owner, mesh)
+
+
+def in_batch(rows: Rows, group_B: Tensor, samples: int) -> Rows:
+    """Rows of groups with the numbers of their groups and episodes in a batch.
+
+    Args:
+      rows: whose groups and episodes are numbered from 0 in each group.
+      group_B: number of each row's group.
+      samples: of a group.
+    """
+    rows = rows.with_fields(group=group_B)
+    episode_B = rows.batch.get("episode")
+    if episode_B is None:
+        return rows
+    rows = rows.with_fields(episode=episode_B + group_B * samples)
+    return rows.with_fields(unit=episode_units(rows.batch).index)
 
 
 def join_groups(
     facts: Sequence[Mapping[str, Any]], parts: Sequence[Rows], mesh: Mesh, *, samples: int
 ) -> tuple[Rollout, Rows]:
-    """The groups of a batch as one rollout, and their rows; sums are taken in the order of the groups.
+    """The groups of a batch as one rollout, and their rows.
 
     Args:
       facts: fields of the `Rollout` of each group, in the order of the batch.
@@ -431,32 +448,10 @@ def join_groups(
       mesh: on which they were written.
       samples: of a group.
     """
-    placed = []
-    for place, rows in enumerate(parts):
-        fields = {"group": torch.full_like(rows.batch.group, place)}
-        episode_B = rows.batch.get("episode")
-        if episode_B is not None:
-            fields["episode"] = episode_B + place * samples
-        placed.append(rows.with_fields(**fields))
-    rows = join_rows(placed)
-    units = units_of(rows.batch)
-    if units is not None:
-        rows = rows.with_fields(unit=units.index)
-    columns = {name: [of_group[name] for of_group in facts] for name in facts[0]}
-    done = Rollout(
-        completions=(),
-        lengths=torch.cat(columns["lengths"]),
-        finished=torch.cat(columns["finished"]),
-        score=torch.cat(columns["score"]),
-        scores=torch.cat(columns["scores"]),
-        owner=np.concatenate(columns["owner"]),
-        mesh=mesh,
-        dtype=columns["dtype"][0],
-        failed=None if columns["failed"][0] is None else torch.cat(columns["failed"]),
-        entries=add_totals(*columns["entries"]),
-        episodes=add_totals(*columns["episodes"]),
-    )
-    return done, rows
+    rows = join_rows(parts)
+    group_B = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part.owner) for part in parts]))
+    done = Rollout(**{**joined_facts(facts), "completions": (), "mesh": mesh, "reward_s": 0.0})
+    return done, in_batch(rows, group_B.to(rows.batch.group.device), samples)
 
 
 def age_metrics(groups: Sequence[Mapping[int, int]], newest: int) -> dict[str, float]:
