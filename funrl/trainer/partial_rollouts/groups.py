@@ -16,19 +16,18 @@ from funrl import trees
 from funrl.data.order import take_next
 from funrl.data.prompts import Example
 from funrl.environments.resumable import CompletionEnvironment, GroupRecord, GroupRun, ResumableEpisodes, Round
-from funrl.environments.run import EpisodeGroup
+from funrl.environments.run import EpisodeGroup, EpisodeRun
 from funrl.mesh import collectives
 from funrl.rollout.episode_replay import completion_of
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, PolicySetup
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
-from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
-from funrl.trainer.sources.generation import LONGEST_REMARK, collected_rollout, pending_rewards, settle_proof, to_rows
-from funrl.trainer.sources.group_rows import rescored
+from funrl.trainer.sources.episode_rows import policy_setup
+from funrl.trainer.sources.generation import LONGEST_REMARK, pending_rewards, settle_proof
+from funrl.trainer.sources.group_rows import CompletionRun, join_samples, rescored
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.selection import SampledPrompts
-from funrl.trainer.sources.source import Generation
+from funrl.trainer.sources.source import Generation, SampledPrompts
 from funrl.trainer.steps.clock import Clock
 
 GROUP_COLUMNS = ("places", "seeds", "owner", "waiting", "steps")  # of a checkpoint, as the fields of `BegunGroup`
@@ -105,7 +104,7 @@ class PartialWriter:
         selection = generation.selection
         sampling = generation.sampling
         setup = generation.episodes
-        self.generation = generation
+        self.generation = generation._replace(form=generation.form._replace(versions=True, choices=0))
         self.tokens = tokens
         self.clock = clock
         self.show = show
@@ -168,8 +167,6 @@ class PartialWriter:
     def examine(self, groups: Sequence[BegunGroup]) -> SampledPrompts:
         """Finished groups with all rewards, at their positions in the order of the prompts."""
         generation = self.generation
-        engine = generation.engine
-        sampling = generation.sampling
         places = np.array([group.place for group in groups])
         examples = generation.schedule.examples_at(places)
         own = [
@@ -178,22 +175,14 @@ class PartialWriter:
             if group.record is not None
             for n, episode in enumerate(group.record.ended)
         ]
-        with self.clock.phase("generate"):
-            if generation.episodes is not None:
-                episodes = [(number, episode) for number, _, episode in own]
-                done, rows = rollout_of_episodes(generation.episodes, engine, episodes, examples, sampling)
-                return SampledPrompts(examples, places, done, rows)
+        run = EpisodeRun([(number, episode) for number, _, episode in own], ())
+        if generation.episodes is None:
             for _, at_run, episode in own:  # such as those of a checkpoint
                 self._reward(at_run, episode)
-            done = collected_rollout(
-                engine,
-                [completion_of(episode.ends[0].leaf)._replace(number=number) for number, _, episode in own],
-                self._pending,
-                rows=len(examples) * self.samples,
-                begin=time.perf_counter(),
-                numbers=[at_run for _, at_run, _ in own],
-            )
-            rows = to_rows(examples, done, sampling, generation.form._replace(versions=True, choices=0))
+            completions = [completion_of(x.ends[0].leaf)._replace(number=number) for number, _, x in own]
+            run = CompletionRun(completions, self._pending, time.perf_counter(), [at_run for _, at_run, _ in own])
+        with self.clock.phase("generate"):
+            done, rows = join_samples(generation, run, examples, generation.sampling)
         if done.reward_s:
             self.clock.move(done.reward_s, "generate", "reward")
         return SampledPrompts(examples, places, done, rescored(generation, rows, examples))

@@ -24,14 +24,13 @@ from funrl.trainer.sources.group_rows import first_samples
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.prompts import StepChoice, prompt_source, rows_of_choice
 from funrl.trainer.sources.selection import (
-    SampledPrompts,
     SamplingRound,
     chosen_of_step,
     filtered_round,
     first_chosen,
     join_chosen,
 )
-from funrl.trainer.sources.source import Generation, Source, StepRows, StoredState
+from funrl.trainer.sources.source import Generation, SampledPrompts, Source, StepRows, StoredState
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, on_cpu, with_stale
 from funrl.trainer.storage.row_shards import HeldRows

@@ -73,7 +73,7 @@ from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule, as_chos
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import BASELINE_SEED, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, RemoteRows, Source, StepLog, StepRows
+from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, SampledPrompts, Source, StepLog, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
@@ -315,7 +315,7 @@ class GroupGenerators:
         self.end_step()
         return rows, self.saved(state), chosen | metrics | self.metrics()
 
-    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> SampledPrompts:
         """Rows of as many groups of the batch, once these have ended; see `RemoteGenerators`. Collective.
 
         Unless `early`, they are on the ranks that wrote them. In rounds later calls of a step are for the groups that
@@ -341,9 +341,10 @@ class GroupGenerators:
                 self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         places = np.array([group.work.prompt.index for group in groups.values()])
+        examples = [self._schedule.prompts[place] for place in places.tolist()]
         done = joined_rollout(samples, self.generating, self.mesh.device)
         rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
-        return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
+        return SampledPrompts(examples, places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
     def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
         """Ask for groups of the batch that have not been asked for; returns their numbers on the first rank.

@@ -36,7 +36,7 @@ from funrl.trainer.sources.generation import Rollout, pending_rewards
 from funrl.trainer.sources.group_rows import CompletionRun, join_samples
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, RemoteRows, Source
+from funrl.trainer.sources.source import DroppedPrompt, Generation, SampledPrompts, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, with_stale
@@ -165,14 +165,15 @@ class LoggedWriter:
         if self.generation.episodes is not None:
             self._environment.forget()
 
-    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> SampledPrompts:
         """Rows of the next groups of the step, as many as these places; see `RemoteGenerators`. Collective."""
         del seed
         self._batch, self._left = self._left[: len(places)], self._left[len(places) :]
         assert len(self._batch) == len(places)
         done, rows = self._written(self._batch, sampling, first=0)
         places = self.generation.schedule.numbers_at(np.array([group.position for group in self._batch]))
-        return RemoteRows(places, done, with_stale(rows, self.generation.engine.engine.version or 0))
+        examples = [self.generation.schedule.prompts[place] for place in places.tolist()]
+        return SampledPrompts(examples, places, done, with_stale(rows, self.generation.engine.engine.version or 0))
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the step; see `RemoteGenerators`."""

@@ -297,9 +297,7 @@ def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
     return np.repeat(np.arange(ranks), np.array(shares) * samples)
 
 
-def completion_texts(
-    done: Sequence[Written], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
-) -> list[str]:
+def completion_texts(done: Sequence[Written], decode: Callable[[list[int]], str], before: Sequence[int]) -> list[str]:
     """Text of every completion, without the stop token that ended it.
 
     Args:
@@ -307,11 +305,8 @@ def completion_texts(
       before: the token before each completion. Many tokenizers drop the space at the start of a text but keep it after
         another token; decoding after `before` lets prompt and completion join to what the model wrote.
     """
-    rows = [completion.written for completion in done]
-    if before is None:
-        return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
+    return [text_after(opening[token], token, x.written, decode=decode) for token, x in zip(before, done, strict=True)]
 
 
 class RowForm(NamedTuple):

@@ -23,7 +23,6 @@ from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.selection import (
     Chosen,
-    SampledPrompts,
     SamplingRound,
     chosen_of_step,
     count_empty,
@@ -31,7 +30,7 @@ from funrl.trainer.sources.selection import (
     join_chosen,
     rounds_metrics,
 )
-from funrl.trainer.sources.source import Generation, Source, StepLog, StoredState, same_order
+from funrl.trainer.sources.source import Generation, SampledPrompts, Source, StepLog, StoredState, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, failed_rows, take
@@ -124,8 +123,7 @@ def sampling_rounds(
             done, rows = rewarded_rows(generation, clock, examples, sampling=sampling, seed=noise)
         else:
             with clock.phase("generate"):
-                places, done, rows = remote.write(places, sampling, noise)
-            examples = [prompts[place] for place in places.tolist()]
+                examples, places, done, rows = remote.write(places, sampling, noise)
             rows = rescored(generation, rows, examples)
         if first and generation.shows(step):
             show.samples(step, first_samples(generation, examples, done, rows=rows, samples=sampling.samples))

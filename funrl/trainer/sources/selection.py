@@ -13,10 +13,9 @@ from funrl.data.prompts import Example
 from funrl.kinds import line_places
 from funrl.rewards.call import RewardError
 from funrl.trainer.sources.episode_rows import kept_samples, rows_of_samples
-from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.source import EMPTY, SKIPPED, DroppedPrompt, Generation
+from funrl.trainer.sources.source import EMPTY, SKIPPED, DroppedPrompt, Generation, SampledPrompts
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
 
 MOST_EMPTY = 5  # steps in a row
@@ -24,21 +23,6 @@ MOST_EMPTY = 5  # steps in a row
 
 class FilterError(RuntimeError):
     """The algorithm's filter kept no row of a step."""
-
-
-class SampledPrompts(NamedTuple):
-    """Prompts that were sampled together, with all of their rows.
-
-    Attributes:
-      examples: [P] the prompts.
-      places: [P] their indices among all, or their positions in the order of the prompts.
-      done, rows: their completions or episodes, and the rows.
-    """
-
-    examples: list[Example]
-    places: np.ndarray
-    done: Rollout
-    rows: Rows
 
 
 class Chosen(NamedTuple):
