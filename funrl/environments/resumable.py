@@ -250,7 +250,11 @@ class ResumableEpisodes(EpisodeRunner):
         self.resident = resident
         self._problems = []
         try:
-            running = [await self._alive(group, record) for group, record, _ in groups.own]
+            running: list[_LiveGroup] = []
+            for group, record, _ in groups.own:
+                live = self._live.get(group.first)
+                is_alive = live is not None and live.record is record
+                running.append(live if live and is_alive else await self._start(group, record, PARKED))
             await self._rebuild(running)
             for live, (_, _, allowance) in zip(running, groups.own, strict=True):
                 for policy in live.unfinished:
@@ -290,11 +294,6 @@ class ResumableEpisodes(EpisodeRunner):
             if not differing:
                 return
             await asyncio.sleep(0)
-
-    async def _alive(self, group: EpisodeGroup, record: GroupRecord) -> _LiveGroup:
-        """The group as its record says: the one that is alive, or one to rebuild."""
-        live = self._live.get(group.first)
-        return live if live is not None and live.record is record else await self._start(group, record, PARKED)
 
     async def _start(self, group: EpisodeGroup, record: GroupRecord | None, allowance: int | None) -> _LiveGroup:
         """Begin a group, or what its record says of it, instead of what may be alive of it."""

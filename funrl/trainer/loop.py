@@ -92,9 +92,10 @@ def train_loop(
             job, trainer.parts, trainer.source, state=state, folder=folder, observer=observer, frozen=frozen
         ) as saver,
         stops_when_asked(),
-        contextlib.closing(trainer.source),
+        contextlib.ExitStack() as ending,
         saved_on_failure(saver) as recoverable,
     ):
+        ending.callback(trainer.source.close)
         state, evaluations = saver.resumed(state)
         keep_copies(trainer.parts.roles, state.roles)
         if folder is not None:

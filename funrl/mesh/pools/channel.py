@@ -11,7 +11,7 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -276,18 +276,14 @@ def write_values(keys: Sequence[str], values: Sequence[object]) -> None:
             for number, piece in enumerate(pieces):
                 run_store().set(f"{key}/{number}", piece)
             data = IN_PIECES + str(len(pieces)).encode()
-        if size + len(data) > VALUE_BYTES:
-            _set_all(together)
+        if together and size + len(data) > VALUE_BYTES:
+            run_store().multi_set(list(together), list(together.values()))
             together = {}
             size = 0
         together[key] = data
         size += len(data)
-    _set_all(together)
-
-
-def _set_all(values: Mapping[str, bytes]) -> None:
-    if values:
-        run_store().multi_set(list(values), list(values.values()))
+    if together:
+        run_store().multi_set(list(together), list(together.values()))
 
 
 def read_value(key: str) -> Any:

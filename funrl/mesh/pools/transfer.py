@@ -338,7 +338,8 @@ class WeightReceiver:
 
     def _receive_next(self) -> None:
         number = self._next
-        _follow_program(self.mesh.device)  # its loads may still read memory that this transfer reuses
+        if self.mesh.device.type == "cuda":  # loads of the program may still read memory that this transfer reuses
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         notice: TransferNotice = read_value(f"{TRANSFERS_KEY}/{number}")
         arrived = {}
         intact = True
@@ -380,12 +381,6 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
-
-
-def _follow_program(device: torch.device) -> None:
-    """Make this thread's kernels wait for those of the program so far, which may have written weights."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -153,18 +153,9 @@ class ReplicaStep(NamedTuple):
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
 
-class GroupResult(NamedTuple):
-    """A group that has ended.
-
-    Attributes:
-      work: the group, with the prompt that it has at the end.
-      parts: its samples; and its greedy completion or episode, if it has one.
-      dropped: the prompts before it in this place.
-    """
-
-    work: GroupWork
-    parts: Sequence[WrittenSamples]
-    dropped: Sequence[DroppedPrompt]
+# A group with the prompt that it has at the end, its samples, its greedy completion or episode if it has one, and the
+# prompts before it in this place.
+GroupResult = tuple[GroupWork, Sequence[WrittenSamples], Sequence[DroppedPrompt]]
 
 
 class GroupWriter:
@@ -202,9 +193,10 @@ class GroupWriter:
         self.engine = generation.engine.engine
         self.resident = ResidentEngine(self.engine) if mesh.index("tensor") == 0 else None
         self._replicas = mesh.size(mesh.row_axes)
+        self._notes: list[str] = []
         self._alone = Mesh(device=mesh.device, timeout=mesh.timeout)
         self._generation = generation._replace(
-            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
+            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._notes.append)
         )
         self._receiver = receiver
         self._generator = generator
@@ -228,19 +220,11 @@ class GroupWriter:
         self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
         self._idle_since: float | None = None
         self._waited_s = 0.0
-        self._notes: list[str] = []
 
     @property
     def evaluates(self) -> bool:
         """True on the first tensor rank while an evaluation is written; the engine keeps its weights until its end."""
         return self._evaluation is not None and not self._evaluation.done()
-
-    @property
-    def leader(self) -> ResidentEngine:
-        """The engine as coroutines see it. Raises: RuntimeError, this is not the replica's first tensor rank."""
-        if self.resident is None:
-            raise RuntimeError("only the first tensor rank of a replica writes groups")
-        return self.resident
 
     def turn(self, answers: Answers | None) -> ReplicaStep:
         """The next thing to do. Collective over "tensor".
@@ -302,12 +286,6 @@ class GroupWriter:
                 time.sleep(WRITER_IDLE_S)
         heartbeat.left()
         self._tell_version()
-
-    def next_request(self, answers: Answers) -> object:
-        """The next request of the trainer ranks, before which groups are written. Collective."""
-        while not self.turn(answers).request:
-            self.step()
-        return answers.take("a request of the trainer ranks")
 
     def answer(self, request: object) -> object:
         """The value of the answer to a request. Collective. Raises: RewardError."""
@@ -396,11 +374,12 @@ class GroupWriter:
     def close(self) -> None:
         """End all groups."""
         evaluation = [] if self._evaluation is None else [self._evaluation]
-        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *evaluation]))
+        tasks = [*self._tasks.values(), *evaluation]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
-
-    def _note(self, text: str) -> None:
-        self._notes.append(text)
 
     def _decide(self, answers: Answers | None) -> ReplicaStep | None:
         rows = self._deliver_ended()
@@ -429,20 +408,17 @@ class GroupWriter:
         """Begin the groups that may begin and for which the engine has room."""
         if self.resident is None or self._reported is None:
             return
-        room = self._room(self.resident)
+        setup = self._generation.episodes
+        is_fixed = self._generation.engine.queue == "fixed" and not self._rule.staleness  # all begin at once
+        room = math.inf if is_fixed else self.resident.room()
+        if setup is not None:
+            room = min(room, setup.limits.waiting - len(self._tasks) * self._requests)
         while (room > 0 or not self._tasks) and (work := self._board.next_group()) is not None:
-            self._tasks[work] = self._loop.create_task(self._write(work))
+            self._tasks[work] = self._loop.create_task(self._write(self.resident, work))
             room -= self._requests
             if work.place is not None:
                 heartbeat.at_step(work.place // self._rule.places + 1)
         self._count_waiting(not self._tasks and not self.evaluates)
-
-    def _room(self, resident: ResidentEngine) -> float:
-        """Number of further requests that may begin: unfinished episodes have a bound, fixed groups begin at once."""
-        setup = self._generation.episodes
-        is_fixed = self._generation.engine.queue == "fixed" and not self._rule.staleness
-        room = math.inf if is_fixed else resident.room()
-        return room if setup is None else min(room, setup.limits.waiting - len(self._tasks) * self._requests)
 
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
@@ -481,10 +457,11 @@ class GroupWriter:
     def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
         waited_s, self._waited_s = self._waited_s, 0.0
-        notes, self._notes = self._notes, []
+        notes = list(self._notes)
+        self._notes.clear()
         return WrittenGroup(self._board.owner, work, None, {}, (), waited_s, notes=notes, problem=problem)
 
-    async def _write(self, work: GroupWork) -> GroupResult:
+    async def _write(self, resident: ResidentEngine, work: GroupWork) -> GroupResult:
         """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
 
         Raises:
@@ -496,14 +473,14 @@ class GroupWriter:
         while True:
             example = generation.schedule.prompts[work.prompt.index]
             split = group_parts(work, generation.sampling)
-            parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
+            parts = await asyncio.gather(*(write_group(generation, resident, example, *part) for part in split))
             self.logged[work.number] = [episode for part in parts for episode in part.episodes]
             done, rows, _ = parts[0]
             replacement = None
             if filters and not filter_samples(generation, rows, 1).any():
                 replacement = self._replace(work)
             if replacement is None:
-                return GroupResult(work, parts, dropped)
+                return work, parts, dropped
             dropped.append(DroppedPrompt(work.prompt.position, failed_rows(rows), done.entries, done.episodes))
             work = replacement
 
@@ -515,13 +492,6 @@ class GroupWriter:
         position = self._board.take_prompt()
         (prompt,) = prompts_at(self._generation.schedule, [position], [position])
         return work._replace(prompt=prompt)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and let them clean up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:
@@ -546,9 +516,13 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     receiver = WeightReceiver(generating, form, whole_form, group)
     writer = GroupWriter(job, generation, generator, training, receiver, show)
     with stops_when_asked(), answers.showing_progress(), receiver.receiving(), contextlib.closing(writer):
-        while not isinstance(request := writer.next_request(answers), End):
+        while True:
+            while not writer.turn(answers).request:
+                writer.step()
+            request = answers.take("a request of the trainer ranks")
+            if isinstance(request, End):
+                return request.result
             _serve(writer, request, answers)
-    return request.result
 
 
 def _serve(writer: GroupWriter, request: object, answers: Answers) -> None:
