@@ -11,13 +11,13 @@ import collections
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from funrl import trees
 from funrl.data.prompts import Example
-from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
+from funrl.environments.logged import LoggedEnvironment, LoggedEpisode, logged_episode
 from funrl.environments.run import EpisodeRun
 from funrl.kinds import joined_lines
 from funrl.rollout.engine import complete, onload_engine
@@ -34,9 +34,9 @@ from funrl.trainer.placement.messages import GroupPrompt, age_metrics, join_grou
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.generation import Rollout, pending_rewards
 from funrl.trainer.sources.group_rows import CompletionRun, join_samples
-from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, SampledPrompts, Source
+from funrl.trainer.sources.source import DroppedPrompt, Generation, RemoteGenerators, SampledPrompts, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, with_stale
@@ -117,7 +117,8 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
         groups = record.get("groups")
         if groups is None:
             return None
-        by_step[step] = [_logged_group(*group) for group in groups]
+        logged = (LoggedGroup(*group) for group in groups)
+        by_step[step] = [group._replace(dropped=[DroppedPrompt(*x) for x in group.dropped]) for group in logged]
         drawn = record["metrics"]["drawn"]
         weights[step] = {name: value for name, value in drawn.items() if name.startswith(WEIGHING_METRICS)}
         if "agents" in record:
@@ -125,18 +126,10 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
     return LoggedGroups(by_step, episodes, weights=weights) if by_step else None
 
 
-def _logged_group(*fields: Any) -> LoggedGroup:
-    """A group of the fields that a log has."""
-    group = LoggedGroup(*fields)
-    return group._replace(dropped=[DroppedPrompt(*prompt) for prompt in group.dropped])
+class LoggedWriter(RemoteGenerators):
+    """Writer of the groups of a log with the engine of this rank, which shows and evaluates nothing."""
 
-
-class LoggedWriter:
-    """A `RemoteGenerators` that writes the groups of a log with the engine of this rank.
-
-    Attributes:
-      refills: as of a `RemoteGenerators`.
-    """
+    refills = True
 
     def __init__(self, generation: Generation, log: LoggedGroups, versions: Versions) -> None:
         """Begin before the first step.
@@ -149,7 +142,6 @@ class LoggedWriter:
         self.generation = generation
         self.versions = versions
         self.log = log
-        self.refills = True
         self._left: Sequence[LoggedGroup] = ()  # of the step
         self._batch: Sequence[LoggedGroup] = ()
         self._begun: dict[Hashable, Completion] = {}  # by the keys of their parts
@@ -225,17 +217,6 @@ class LoggedWriter:
         """Prompts that were replaced in the run for the step's batch."""
         return [prompt for group in self._batch for prompt in group.dropped]
 
-    def keep(self, prompts: np.ndarray) -> None:
-        """Do nothing: the log has what took the places of others."""
-
-    def samples(self) -> dict[int, ShownSample]:
-        """None: nothing is shown."""
-        return {}
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """No metrics: nothing is evaluated."""
-        return {}
-
     def metrics(self) -> dict[str, float]:
         """Ages of the batch's tokens; it has no times."""
         return age_metrics([dict(group.tokens) for group in self._batch], self.generation.engine.engine.version or 0)
@@ -287,14 +268,7 @@ class LoggedWriter:
 
     def _logged_episode(self, group: LoggedGroup, sample: int) -> LoggedEpisode:
         """The episode of a sample. Raises: MissingEpisodeError."""
-        seed = self._seed(group, sample)
-        logged = self.log.episodes.get(seed)
-        if logged is None:
-            raise MissingEpisodeError(
-                f"the log has no episode of the prompt {self._example(group.position).text!r:.{PROMPT_CHARACTERS}} "
-                f"with the seed {seed}: it is of another run, or prompts or --seed are not as they were"
-            )
-        return logged
+        return logged_episode(self.log.episodes, self._seed(group, sample), self._example(group.position))
 
     def _is_own(self, group: LoggedGroup) -> bool:
         mesh = self.generation.engine.mesh

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.advantages.units import episode_units
-from funrl.batch import FIELDS, Batch, as_dict, declare, kind_of, schema_of
+from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
 from funrl.kinds import FieldKind, Value, line_places
 from funrl.mesh.mesh import Mesh
@@ -276,13 +276,6 @@ def own_fields(batch: Batch) -> tuple[dict[str, Value], dict[str, FieldKind]]:
     return {name: fields[name] for name in kinds}, kinds
 
 
-def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
-    """The batch of a rank that has none of the rows."""
-    schema = FIELDS | written.further if written.further else FIELDS
-    empty = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
-    return Batch(schema, **{name: torch.as_tensor(x).to(device) for name, x in written.fields.items()}, **empty)
-
-
 def origins_of(number: int, owner: np.ndarray) -> np.ndarray:
     """Number the rows of one group on each of their ranks, differently from the rows of all others."""
     places = np.zeros(len(owner), dtype=np.int64)
@@ -417,8 +410,10 @@ def remote_rows(written: WrittenRows, origins: np.ndarray, mesh: Mesh, device: t
       mesh: of the ranks that have them.
       device: of this rank.
     """
-    batch = declare(blank_batch(written, device), ORIGIN)
-    return rows_of(batch._replace(origin=torch.from_numpy(origins).to(device)), written.owner, mesh)
+    schema = (FIELDS | written.further).extended(ORIGIN)
+    blank = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
+    known = {name: torch.as_tensor(x).to(device) for name, x in {**written.fields, "origin": origins}.items()}
+    return rows_of(Batch(schema, **known, **blank), written.owner, mesh)
 
 
 def in_batch(rows: Rows, group_B: Tensor, samples: int) -> Rows:

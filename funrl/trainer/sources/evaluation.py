@@ -213,18 +213,13 @@ def source_of(examples: Sequence[Example]) -> Callable[[Example], str] | None:
     Returns: None if there is only one, or too many.
     """
     whole = all(isinstance(example.fields.get("data_source"), str) for example in examples)
-    name_of = _data_source if whole else _file
+
+    def name_of(example: Example) -> str:
+        if whole:
+            return str(example.fields["data_source"]).replace("/", "_")
+        return Path(example.source.rpartition(", ")[0]).stem  # of the file; "" if it was read from none
+
     return name_of if 1 < len({name_of(example) for example in examples}) <= MOST_SETS else None
-
-
-def _data_source(example: Example) -> str:
-    return str(example.fields["data_source"]).replace("/", "_")
-
-
-def _file(example: Example) -> str:
-    """Stem of the file that a prompt was read from; "" if it was not."""
-    path, _, _ = example.source.rpartition(", ")
-    return Path(path).stem
 
 
 def table_of(

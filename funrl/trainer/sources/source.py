@@ -146,7 +146,6 @@ class RemoteGenerators(Protocol):
 
     def keep(self, prompts: np.ndarray) -> None:
         """Learn which of the prompts of the newest rows the filter keeps, by their numbers among these."""
-        ...
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the newest rows.
@@ -160,11 +159,11 @@ class RemoteGenerators(Protocol):
 
     def samples(self) -> dict[int, ShownSample]:
         """The first sample of some of the first prompts of the newest rows, by the prompt's number among these."""
-        ...
+        return {}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics on the held-out prompts, of which the client shows some completions."""
-        ...
+        return {}
 
 
 class RowSelection(NamedTuple):
