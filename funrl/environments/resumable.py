@@ -109,6 +109,9 @@ class GroupRecord:
         """The record whose `text` this is."""
         return cls.from_entries(first, json.loads(text), lambda record: from_record(record_from_json(record)))
 
+    def __reduce__(self) -> tuple[Callable[..., GroupRecord], tuple[object, ...]]:
+        return GroupRecord.from_entries, (self.first, self.entries())
+
     def entries(self) -> list[dict[str, Any]]:
         """The episodes without references from node to node."""
         entries: list[dict[str, Any]] = []
@@ -234,11 +237,8 @@ class ResumableEpisodes(EpisodeRunner):
             self._loop = asyncio.new_event_loop()
             self._close = weakref.finalize(self, _close, self._live, self._loop)
         run = run_beside(engine, mesh, functools.partial(self._go_on, tickets, groups), self._loop)
-        if mesh.size("tensor") == 1 and run is not None:
-            return run
-        flat = None if run is None else ([(x.first, x.entries()) for x in run.records], run.problems)
-        records, problems = from_first(flat, mesh, "tensor")
-        return run or GroupRun([GroupRecord.from_entries(*record) for record in records], problems)
+        received: GroupRun = from_first(run, mesh, "tensor")
+        return run or received
 
     def close(self) -> None:
         """End all unfinished episodes and their environments; so does the end of the process."""

@@ -92,18 +92,6 @@ class TransferNotice(NamedTuple):
     patches: bool
 
 
-class SentPolicy(NamedTuple):
-    """Count of what the last complete transfer sent of the policy, summed over the trainer ranks.
-
-    Attributes:
-      sent: bytes that these ranks sent.
-      changed: numbers that had changed since the transfer before, as a share of all.
-    """
-
-    sent: int
-    changed: float
-
-
 def transfer_group(mesh: Mesh) -> TransferGroup:
     """Process group of the transfers; None: that of the run. Called by every rank of the run.
 
@@ -129,8 +117,9 @@ class WeightSender:
     Attributes:
       sent_s: seconds of the last complete transfer, up to the last rank that received it.
       waited_s: seconds of it in which the program waited for it.
-      policy: count of its policy; None where its weights are not of 16 bits, or none were sent before.
-      resent: number of transfers whose patches were lost, so that everything was sent.
+      policy: bytes that the trainer ranks sent of its policy, the share of its numbers that had changed since the
+        transfer before, and the number of transfers so far whose patches were lost, so that everything was sent; empty
+        where its weights are not of 16 bits, or none were sent before.
     """
 
     def __init__(self, mesh: Mesh, receivers: int, group: TransferGroup = None, *, patches: bool = False) -> None:
@@ -146,8 +135,8 @@ class WeightSender:
         self.receivers = receivers
         self.group = group
         self.sent_s = self.waited_s = 0.0
-        self.policy: SentPolicy | None = None
-        self.resent = 0
+        self.policy: dict[str, float] = {}
+        self._resent = 0
         self._patches = patches
         self._base: trees.Tree = None  # the policy's shards as they were sent
         self._next = 0
@@ -201,11 +190,12 @@ class WeightSender:
         patches, share = (False, None) if policy is None or self._base is None else self._measure(policy.tree)
         sent = self._send_once(models, patches)
         if run_store().add(_key(self._next - 1, "lost"), 0):
-            self.resent += 1
+            self._resent += 1
             sent += self._send_once(models, False)
         if self._patches and policy is not None and any(dtype.itemsize == NARROW for dtype in policy.plan.dtypes):
             self._base = policy.tree
-        self.policy = None if share is None else SentPolicy(sent, share)
+        counts = {"sent_bytes": float(sent), "changed_share": share, "resent": float(self._resent)}
+        self.policy = {} if share is None else counts
 
     def _measure(self, tree: trees.Tree) -> tuple[bool, float]:
         """Decide whether to send patches of the base, and measure the share of changed numbers: of all ranks."""

@@ -287,21 +287,35 @@ class GroupWriter:
         heartbeat.left()
         self._tell_version()
 
-    def answer(self, request: object) -> object:
-        """The value of the answer to a request. Collective. Raises: RewardError."""
+    def serve(self, request: object, answers: Answers) -> None:
+        """Answer a request. Collective."""
+        if isinstance(request, LoadRequest):
+            answers.answer(None)
+            self.load(request)
+        elif isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest):
+            self.take_version(request.version)
+            if isinstance(request, DigestsRequest):
+                answers.answer(engine_digests(self._generator.whole if request.base else self._generator.engine))
+            elif isinstance(request, GreedyRequest):
+                answers.answer(self._greedy(request))
+            else:
+                answers.answer(self._begin_evaluation(request))
+        else:
+            value = problem = None
+            try:
+                value = self._value(request)
+            except RewardError as error:  # on every rank of the mesh
+                problem = str(error)
+            answers.answer(PoolAnswer(value, tuple(self.show.take().notes), problem))
+
+    def _value(self, request: object) -> object:
+        """The value of a `PoolAnswer`. Collective. Raises: RewardError."""
         if isinstance(request, SendGroupsRequest):
             return self._send(request)
         if isinstance(request, EpisodesRequest):
             return write_logged(request, self.logged, self.mesh)
-        if isinstance(request, EndEvaluationRequest | ScoresRequest):
-            return self._end_evaluation(request)
-        assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
-        self.take_version(request.version)
-        if isinstance(request, DigestsRequest):
-            return engine_digests(self._generator.whole if request.base else self._generator.engine)
-        if isinstance(request, GreedyRequest):
-            return self._greedy(request)
-        return self._begin_evaluation(request)
+        assert isinstance(request, EndEvaluationRequest | ScoresRequest)
+        return self._end_evaluation(request)
 
     def load(self, request: LoadRequest) -> None:
         """Take the first weights of an engine. Collective."""
@@ -522,24 +536,4 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
             request = answers.take("a request of the trainer ranks")
             if isinstance(request, End):
                 return request.result
-            _serve(writer, request, answers)
-
-
-def _serve(writer: GroupWriter, request: object, answers: Answers) -> None:
-    """Answer one request. Collective."""
-    if isinstance(request, LoadRequest):
-        answers.answer(None)
-        writer.load(request)
-        return
-    value = problem = None
-    try:
-        value = writer.answer(request)
-    except RewardError as error:  # on every rank of the mesh
-        problem = str(error)
-    if not isinstance(request, PLAIN_REQUESTS):
-        value = PoolAnswer(value, tuple(writer.show.take().notes), problem)
-    answers.answer(value)
-
-
-# Requests whose answers are values without remarks; nobody reads that of the last one.
-PLAIN_REQUESTS = (GreedyRequest, DigestsRequest, BeginEvaluationRequest)
+            writer.serve(request, answers)

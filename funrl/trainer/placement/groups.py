@@ -516,13 +516,7 @@ class GroupGenerators:
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
         sender = self.engine.sender
-        sent = {}
-        if sender is not None and sender.policy is not None:
-            sent = {
-                "sync/sent_bytes": float(sender.policy.sent),
-                "sync/changed_share": sender.policy.changed,
-                "sync/resent": float(sender.resent),
-            }
+        sent = {} if sender is None else {f"sync/{name}": x for name, x in sender.policy.items()}
         if not self.ahead:
             return self._counts | sent
         if sender is not None and sender.sent_s:

@@ -542,7 +542,7 @@ class ScoresRequest(NamedTuple):
 
 
 class PoolAnswer(NamedTuple):
-    """Answer to a request that is not among `PLAIN_REQUESTS`.
+    """Answer to a request whose answer may come with remarks, or end the run.
 
     Attributes:
       value: as the request says; None where there is a problem.
