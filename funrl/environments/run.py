@@ -55,7 +55,7 @@ class EpisodeRun(NamedTuple):
 
     Attributes:
       episodes: (number, episode) pairs, ascending: number = that of its group's first one + its index in the group.
-      costs: of each of these episodes.
+      costs: of each of these episodes; none: they are not known.
     """
 
     episodes: list[tuple[int, Episode]]

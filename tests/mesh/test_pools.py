@@ -3,6 +3,7 @@
 import functools
 import time
 from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch, submesh
 from funrl.mesh.mesh import parse, single
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
-from funrl.mesh.pools import channel
+from funrl.mesh.pools import channel, handover
 from funrl.mesh.pools.channel import Answers, End, Requests, end_requests
 from funrl.mesh.pools.handover import Handover, messages_from, messages_to, receive_rows, send_rows
 from funrl.mesh.pools.placement import ranks_text, read_placement
@@ -113,12 +114,21 @@ def hand_over_rows(text, mesh):
     owner = rng.integers(source.size(source.row_axes), size=23)
     to = rng.integers(target.size(target.row_axes), size=23)
     way = Handover(rng.integers(1, 30, size=23), owner, to, source, target)
-    if source.here:
-        own = np.flatnonzero(owner == source.index(source.row_axes))
-        nbytes = send_rows(rows_of_rank(way, own), KINDS, way)
-        return source.process, nbytes, len(list(messages_to(way))), True
-    like = {name: x[:0] for name, x in rows_of_rank(way, np.arange(1)).items()}
-    fields, nbytes = receive_rows(like, KINDS, way)
+    sizes = []
+    exchange = handover._exchange
+
+    def measured(mesh, messages, contents, receives=False):
+        sizes.extend(x.nbytes for x in contents)
+        exchange(mesh, messages, contents, receives)
+
+    with mock.patch.object(handover, "_exchange", measured):
+        if source.here:
+            own = np.flatnonzero(owner == source.index(source.row_axes))
+            send_rows(rows_of_rank(way, own), KINDS, way)
+            return source.process, sum(sizes), len(list(messages_to(way))), True
+        like = {name: x[:0] for name, x in rows_of_rank(way, np.arange(1)).items()}
+        fields = receive_rows(like, KINDS, way)
+    nbytes = sum(sizes)
     coming = np.flatnonzero(to == target.index(target.row_axes))
     wanted = rows_of_rank(way, coming)
     width = fields["tokens"].shape[1]

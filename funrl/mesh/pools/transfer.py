@@ -80,18 +80,6 @@ class WeightForm(NamedTuple):
     held: Callable[[], trees.Tree] = lambda: None
 
 
-class TransferNotice(NamedTuple):
-    """Contents of a transfer.
-
-    Attributes:
-      versions: of the weights, by names of models.
-      patches: whether the policy's weights come as patches of the weights that were sent before.
-    """
-
-    versions: Mapping[str, int]
-    patches: bool
-
-
 def transfer_group(mesh: Mesh) -> TransferGroup:
     """Process group of the transfers; None: that of the run. Called by every rank of the run.
 
@@ -228,7 +216,7 @@ class WeightSender:
         store = run_store()
         if self.mesh.rank == 0:
             versions = {name: own.version for name, own in models.items()}
-            write_value(f"{TRANSFERS_KEY}/{number}", TransferNotice(versions, patches))
+            write_value(f"{TRANSFERS_KEY}/{number}", (versions, patches))
             forgotten = number - KEPT_TRANSFERS  # which all ranks have ended
             for name in COUNTS:
                 store.delete_key(_key(forgotten, name))
@@ -330,12 +318,12 @@ class WeightReceiver:
         number = self._next
         if self.mesh.device.type == "cuda":  # loads of the program may still read memory that this transfer reuses
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        notice: TransferNotice = read_value(f"{TRANSFERS_KEY}/{number}")
+        versions, patches = read_value(f"{TRANSFERS_KEY}/{number}")
         arrived = {}
         intact = True
-        for name in notice.versions:
+        for name in versions:
             form = self._further if name else self._form
-            if notice.patches and not name:
+            if patches and not name:
                 tree, intact, _ = reshard_patches(None, form.held(), form.plan, self.mesh, group=self._group)
             else:
                 tree = reshard(None, form.plan, self.mesh, group=self._group)
@@ -345,13 +333,13 @@ class WeightReceiver:
         store = run_store()
         if not intact:
             store.add(_key(number, "lost"), 1)
-        if notice.patches:
+        if patches:
             store.add(_key(number, "patched"), 1)
             self._wait(lambda: store.add(_key(number, "patched"), 0) == self.mesh.world)
             intact = not store.add(_key(number, "lost"), 0)
         self._next += 1
         if intact:
-            self._arrived = WeightDelivery(notice.versions, arrived)
+            self._arrived = WeightDelivery(versions, arrived)
         store.add(ended_key(number), 1)
         beat()
 

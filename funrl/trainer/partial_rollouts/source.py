@@ -35,8 +35,14 @@ from funrl.rollout.policy import EpisodeLimits, PolicySetup
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_rows import policy_setup
-from funrl.trainer.sources.generation import LONGEST_REMARK, generating_ranks, pending_rewards, settle_proof
-from funrl.trainer.sources.group_rows import CompletionRun, first_samples, join_samples, rescored
+from funrl.trainer.sources.generation import (
+    LONGEST_REMARK,
+    CompletionRun,
+    generating_ranks,
+    pending_rewards,
+    settle_proof,
+)
+from funrl.trainer.sources.group_rows import first_samples, join_samples, rescored
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.prompts import StepChoice, prompt_source, rows_of_choice
 from funrl.trainer.sources.selection import SamplingRound, chosen_of_step, filtered_round, first_chosen, join_chosen

@@ -554,7 +554,7 @@ class GroupGenerators:
         unlogged, self._unlogged = self._unlogged, []
         number = self.requests.post(SendGroupsRequest(origins, rows.owner, rows.lengths, to, released, unlogged))
         way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
-        own, _ = receive_rows(*own_fields(rows.batch), way)
+        own = receive_rows(*own_fields(rows.batch), way)
         self._answer(number, "the generators' rows")
         return own
 

@@ -32,8 +32,8 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.messages import GroupPrompt, age_metrics, join_groups, switches_of
 from funrl.trainer.sources.curriculum import as_chosen
-from funrl.trainer.sources.generation import Rollout, pending_rewards
-from funrl.trainer.sources.group_rows import CompletionRun, join_samples
+from funrl.trainer.sources.generation import CompletionRun, Rollout, pending_rewards
+from funrl.trainer.sources.group_rows import join_samples
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
 from funrl.trainer.sources.source import DroppedPrompt, Generation, RemoteGenerators, SampledPrompts, Source

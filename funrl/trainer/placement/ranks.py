@@ -124,7 +124,7 @@ def _received_rows(request: RowsRequest, schema: Schema, training: Mesh, own: Me
     """The rows of a request. Collective over the ranks of the role; the other arguments are those of `serve_role`."""
     kinds = row_field_kinds(schema, request.lines)
     way = Handover(request.lengths, request.owner, request.to, source=training, target=own)
-    given, _ = receive_rows(blank_fields(request.lines, kinds, own.device), kinds, way)
+    given = receive_rows(blank_fields(request.lines, kinds, own.device), kinds, way)
     given |= {name: x.to(own.device) for name, x in request.known.items()}
     return rows_of(Batch(schema, **given), request.to, own)
 

@@ -128,6 +128,22 @@ class RewardedEngine(NamedTuple):
         return torch.promote_types(self.engine.weights.dtype, torch.float32)
 
 
+class CompletionRun(NamedTuple):
+    """Completions of this replica.
+
+    Attributes:
+      completions: ascending by their numbers.
+      pending: their rewards; None: another rank asks for them, or there are none.
+      begin: when they began, by `time.perf_counter`.
+      numbers: of the completions in `pending`; None: the same.
+    """
+
+    completions: Sequence[Completion]
+    pending: PendingRewards | None
+    begin: float
+    numbers: Sequence[int] | None = None
+
+
 def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
     """Complete and reward all prompts. The proof of the engine's weights ends meanwhile.
 
@@ -151,7 +167,7 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
     tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=engine.queue == "fixed")
     with settle_proof(engine.proof):
         completions = complete_shared(engine.engine, tickets, engine.mesh, callbacks)
-    return collected_rollout(engine, completions, pending, rows=len(examples) * sampling.samples, begin=begin)
+    return collected_rollout(engine, CompletionRun(completions, pending, begin), rows=len(examples) * sampling.samples)
 
 
 @contextlib.contextmanager
@@ -173,27 +189,17 @@ def settle_proof(proof: SyncProof | None) -> Iterator[None]:
         proof.settle()
 
 
-def collected_rollout(
-    engine: RewardedEngine,
-    completions: Sequence[Completion],
-    pending: PendingRewards | None,
-    *,
-    rows: int,
-    begin: float,
-    numbers: Sequence[int] | None = None,
-) -> Rollout:
+def collected_rollout(engine: RewardedEngine, run: CompletionRun, rows: int) -> Rollout:
     """Completions of all ranks with their rewards, for which this waits. Collective.
 
     Args:
-      completions: of this replica, ascending by their numbers.
-      pending: their rewards; None: another rank asks for them, or there are none.
+      run: of this replica.
       rows: number of completions of all replicas.
-      begin: when they began, by `time.perf_counter`.
-      numbers: of the completions in `pending`; None: the same.
 
     Raises:
       RewardError: as in `rollout`.
     """
+    completions, pending, begin, numbers = run
     mesh = engine.mesh
     generated = time.perf_counter()
     own = [completion.number for completion in completions]

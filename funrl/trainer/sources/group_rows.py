@@ -20,6 +20,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import share_tickets
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import (
+    CompletionRun,
     Rollout,
     collected_rollout,
     pending_rewards,
@@ -29,7 +30,6 @@ from funrl.trainer.sources.generation import (
     to_rows,
 )
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples, with_scores
-from funrl.trainer.sources.pending_rewards import PendingRewards
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
@@ -48,22 +48,6 @@ class WrittenSamples(NamedTuple):
     done: Rollout
     rows: Rows
     episodes: Sequence[LoggedEpisode] = ()
-
-
-class CompletionRun(NamedTuple):
-    """Completions of this replica.
-
-    Attributes:
-      completions: ascending by their numbers.
-      pending: their rewards; None: another rank asks for them, or there are none.
-      begin: when they began, by `time.perf_counter`.
-      numbers: of the completions in `pending`; None: the same.
-    """
-
-    completions: Sequence[Completion]
-    pending: PendingRewards | None
-    begin: float
-    numbers: Sequence[int] | None = None
 
 
 Share = Sequence[Completion] | EpisodeRun | RunEndingError  # what a replica wrote, or the error that ends the run
@@ -85,9 +69,8 @@ def join_samples(
     """
     engine = generation.engine
     if isinstance(run, EpisodeRun):
-        return rollout_of_episodes(generation.setup, engine, run.episodes, examples, sampling, costs=run.costs)
-    count = len(examples) * sampling.samples
-    done = collected_rollout(engine, run.completions, run.pending, rows=count, begin=run.begin, numbers=run.numbers)
+        return rollout_of_episodes(generation.setup, engine, run, examples, sampling)
+    done = collected_rollout(engine, run, rows=len(examples) * sampling.samples)
     return done, to_rows(examples, done, sampling, generation.form)
 
 

@@ -168,38 +168,29 @@ def rows_of_choice(
     entries, facts = (add_totals(*totals) for totals in zip(*(x for part in rounds for x in part.totals), strict=True))
     unusable = 0 if chosen[0].examples else sum(part.sampled for part in rounds) * generation.sampling.samples
     after, emptiness = count_empty(state, step, unusable, facts, show)
-    baseline = generation.greedy_baseline and not skipped
-    rows = one_step_of(generation, chosen, state["prompts_consumed"], clock=clock, baseline=baseline)
+    joined = join_chosen(chosen)
+    group_B = torch.from_numpy(state["prompts_consumed"] + joined.prompt_B)  # which continue those of earlier steps
+    rows = joined.rows.with_fields(group=group_B.to(joined.rows.batch.group.device), failed=None)
+    if generation.greedy_baseline and not skipped:
+        rows = _compared_with_greedy(rows, joined.prompt_B, greedy_rows(generation, clock, joined))
     metrics = rounds_metrics(generation, rounds, skipped) | entry_metrics(entries) | episode_metrics(facts) | emptiness
     return rows, {**after, "prompts_consumed": rounds[-1].end}, metrics
 
 
-def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
-    """Join the chosen rows into one step, with group numbers that continue those of earlier steps.
-
-    Args:
-      generation: as of the source.
-      chosen: prompts with their rows.
-      begin: number of the first group.
-      clock: of the phases.
-      baseline: whether to add the scores of greedy completions.
-    """
-    examples, places, rows, _ = joined = join_chosen(chosen)
-    device = rows.batch.group.device
-    groups = rows.batch.group.unique_consecutive().cpu().numpy()
-    rows = rows.with_fields(group=torch.from_numpy(begin + joined.prompt_B).to(device), failed=None)
-    if not baseline:
-        return rows
+def greedy_rows(generation: Generation, clock: Clock, chosen: Chosen) -> Rows:
+    """Rows of a greedy completion or episode of each prompt, without those that failed."""
+    examples, places, rows, _ = chosen
     sampling = baseline_sampling(generation.sampling)
     if generation.remote is None:
         _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
     else:
+        groups = rows.batch.group.unique_consecutive().cpu().numpy()
         with clock.phase("generate"):
             greedy = generation.remote.baseline_rows(groups, places, sampling)
         greedy = rescored(generation, greedy, examples)
     if generation.episodes is None and generation.engine.on_error == "skip" and failed_rows(greedy):
         greedy = take(greedy, np.flatnonzero(~greedy.batch.failed.cpu().numpy()))
-    return _compared_with_greedy(rows, joined.prompt_B, greedy)
+    return greedy
 
 
 def baseline_sampling(sampling: Sampling) -> Sampling:
