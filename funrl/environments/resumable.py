@@ -313,7 +313,7 @@ class ResumableEpisodes(EpisodeRunner):
         policies = self._policies.pop(number)
         place = number - policies[0].number
         while (policy := policies[place]).done is None:
-            done = await self._attempted(example, seed, policy, policy.clock)
+            done = await self._attempt(example, seed, policy, policy.clock)
             failures = policy.failures
             if policy.difference:
                 self._problems.append(policy.difference)

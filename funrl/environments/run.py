@@ -210,22 +210,20 @@ class EpisodeRunner:
 
     async def _attempts(self, example: Example, number: int, seed: int) -> Episode:
         """Run one episode, several times if it fails."""
-        episode = await self._attempt(example, number, seed)
-        for _ in range(self.limits.retries):
-            if episode.status == "failed":
-                episode = await self._attempt(example, number, seed)
-        return episode
+        failures = 0
+        while True:
+            clock = EpisodeClock(self.limits.environment_s)
+            policy = Policy(functools.partial(self._complete, number, clock), self.setup, seed, self.limits)
+            try:
+                with spans.span("episode", number=number):
+                    episode = await self._attempt(example, seed, policy, clock)
+            finally:
+                self._environment_s[number] += clock.environment_s
+            if episode.status != "failed" or failures == self.limits.retries:
+                return episode
+            failures += 1
 
-    async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
-        clock = EpisodeClock(self.limits.environment_s)
-        policy = Policy(functools.partial(self._complete, number, clock), self.setup, seed, self.limits)
-        try:
-            with spans.span("episode", number=number):
-                return await self._attempted(example, seed, policy, clock)
-        finally:
-            self._environment_s[number] += clock.environment_s
-
-    async def _attempted(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
+    async def _attempt(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
         return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
 
     async def _complete(self, number: int, clock: EpisodeClock, request: Request) -> Completion:

@@ -101,7 +101,7 @@ def test_weights_are_taken_once_all_ranks_have_received_them(monkeypatch):
     receiver._next = 1
     receiver._arrived = WeightDelivery({"": 5}, {})
     for ranks in range(2):
-        assert receiver.arrived() is None and store.add(transfer.ended_key(0), 1) == ranks + 1
+        assert receiver.arrived() is None and store.add(transfer._key(0, "ended"), 1) == ranks + 1
     newest = receiver.arrived()
     assert newest is not None and newest.versions == {"": 5}
     receiver.release()

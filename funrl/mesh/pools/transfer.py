@@ -89,11 +89,6 @@ def transfer_group(mesh: Mesh) -> TransferGroup:
     return dist.new_group() if mesh.device.type == "cuda" else None
 
 
-def ended_key(number: int) -> str:
-    """Key of the count of ranks that have received a transfer."""
-    return _key(number, "ended")
-
-
 def _key(number: int, name: str) -> str:
     """Key of a count of a transfer."""
     return f"{TRANSFERS_KEY}/{number}/{name}"
@@ -230,7 +225,7 @@ class WeightSender:
             if not name:
                 sent = sent_bytes(own.plan)[self.mesh.process]
         total = self._add_up({"sent": sent})["sent"]
-        ended = ended_key(number)
+        ended = _key(number, "ended")
         self._await(lambda: store.add(ended, 0) >= self.receivers, "the generators to receive weights")
         self._next += 1
         return total
@@ -286,7 +281,7 @@ class WeightReceiver:
         """
         if self._problem is not None:
             raise self._problem
-        if self._arrived is None or run_store().add(ended_key(self._next - 1), 0) < self.mesh.world:
+        if self._arrived is None or run_store().add(_key(self._next - 1, "ended"), 0) < self.mesh.world:
             return None
         return self._arrived
 
@@ -340,7 +335,7 @@ class WeightReceiver:
         self._next += 1
         if intact:
             self._arrived = WeightDelivery(versions, arrived)
-        store.add(ended_key(number), 1)
+        store.add(_key(number, "ended"), 1)
         beat()
 
 

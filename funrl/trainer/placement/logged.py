@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEnvironment, LoggedEpisode, logged_episode
 from funrl.environments.run import EpisodeRun
 from funrl.kinds import joined_lines
-from funrl.rollout.engine import complete, onload_engine
+from funrl.rollout.engine import Engine, complete, onload_engine
 from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.requests import Completion, Request
@@ -42,7 +42,6 @@ from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, with_stale
 
 WEIGHING_METRICS = ("curriculum/", "difficulty/")
-Versions = Callable[[], Mapping[str, int]]
 
 
 class LoggedGroup(NamedTuple):
@@ -131,16 +130,16 @@ class LoggedWriter(RemoteGenerators):
 
     refills = True
 
-    def __init__(self, generation: Generation, log: LoggedGroups, versions: Versions) -> None:
+    def __init__(self, generation: Generation, log: LoggedGroups, models: Mapping[str, Engine]) -> None:
         """Begin before the first step.
 
         Args:
           generation: as of a source, on this rank's mesh.
           log: of the run.
-          versions: gives those of the models' weights now, by name; "" is the policy.
+          models: engines of the models, by name; "" is the policy.
         """
         self.generation = generation
-        self.versions = versions
+        self._models = models
         self.log = log
         self._left: Sequence[LoggedGroup] = ()  # of the step
         self._batch: Sequence[LoggedGroup] = ()
@@ -243,7 +242,8 @@ class LoggedWriter(RemoteGenerators):
 
     def _sample(self) -> None:
         """Sample all tokens of this replica's groups that the present weights sampled."""
-        parts = [part for held in self.versions().items() for part in self._parts.pop(held, [])]
+        held = [(name, engine.version or 0) for name, engine in self._models.items()]
+        parts = [part for key in held for part in self._parts.pop(key, [])]
         requests = [
             self._request(part)._replace(number=number, begun=self._begun.get(part.key), most=part.tokens)
             for number, part in enumerate(parts)
@@ -293,12 +293,8 @@ def logged_source(
     if setup is not None:
         setup = setup._replace(form=setup.form._replace(versions=True))
     generation = generation._replace(episodes=setup, form=generation.form._replace(versions=True))
-    generator = parts.generator
-
-    def versions() -> dict[str, int]:
-        return {name: engine.version or 0 for name, engine in {"": generator.engine, **generator.further}.items()}
-
-    writer = LoggedWriter(generation, log, versions)
+    models = {"": parts.generator.engine, **parts.generator.further}
+    writer = LoggedWriter(generation, log, models)
     source = prompt_source(generation._replace(remote=writer, schedule=as_chosen(generation.schedule)), clock, show)
 
     @onload_engine(parts.generator.serving)

@@ -222,7 +222,7 @@ class GroupFields(NamedTuple):
 
 
 def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
-    """Add the facts of what was written to a group.
+    """Add the facts of what was written to a group, and its first sample if its step shows it.
 
     Args:
       generation: of the replica.
@@ -234,23 +234,17 @@ def describe_group(generation: Generation, written: Sequence[WrittenSamples], gr
     if len(written) > 1:
         group = group._replace(baseline=written_rows(written[1].done, written[1].rows))
         switches = [*switches, *versions_of(written[1].rows)[1]]
-    shown = _shown(generation, group.work, done, rows)
-    own = written_rows(done, rows)
-    return group._replace(written=own, tokens=tokens, switches=switches, shown=shown)
-
-
-def _shown(generation: Generation, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
-    """The first sample of a group, if its step shows samples and it is among the first."""
-    if work.place is None:
-        return []
-    batch, place = divmod(work.place, generation.schedule.batch)
+    group = group._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+    if group.work.place is None:
+        return group
+    batch, place = divmod(group.work.place, generation.schedule.batch)
     if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
-        return []
+        return group
     decode = generation.engine.decode
-    samples = generation.sampling.samples
     names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
-    example = generation.schedule.prompts[work.prompt.index]
-    return shown_samples(done, rows, [example], samples, decode=decode, names=names)
+    example = generation.schedule.prompts[group.work.prompt.index]
+    shown = shown_samples(done, rows, [example], generation.sampling.samples, decode=decode, names=names)
+    return group._replace(shown=shown)
 
 
 def written_rows(done: Rollout, rows: Rows) -> WrittenRows:

@@ -143,7 +143,8 @@ def _votes(
         return {}
     verdict_PK = np.zeros((len(examples), len(counts)))
     before = [examples[completion.number // samples].tokens[-1] for completion in done.completions]
-    answers = [final_answer(text) for text in completion_texts(done.completions, decode, before)]
+    texts = completion_texts([completion.written for completion in done.completions], decode, before)
+    answers = [final_answer(text) for text in texts]
     for first in range(0, len(done.completions), samples):
         prompt = done.completions[first].number // samples
         own = answers[first : first + samples]

@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,28 +41,11 @@ from funrl.trainer.steps.step_rows import Rows, ragged, rows_of, with_owned
 LONGEST_REMARK = 1000  # characters of a failure's message
 
 
-class Written(Protocol):
-    """A completion, or the transcript of an episode, as it is shown.
-
-    Attributes:
-      number: of its request or episode.
-      tokens: [T] int64.
-      written: token ids without the stop token that ended it.
-    """
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def written(self) -> list[int]: ...
-
-
 class Rollout(NamedTuple):
     """Rewarded completions of all prompts. Row r is sample `r % samples` of prompt `r // samples`.
 
     Attributes:
-      completions: of this rank's own rows, in their order.
+      completions: of this rank's own rows, in their order; or transcripts of its episodes.
       lengths: [R] tokens of every completion.
       finished: [R] bool, ended by a stop token or stop string, not by the limit.
       score: [R] rewards, the weighted sums of `scores`; 0 without any.
@@ -303,16 +286,19 @@ def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
     return np.repeat(np.arange(ranks), np.array(shares) * samples)
 
 
-def completion_texts(done: Sequence[Written], decode: Callable[[list[int]], str], before: Sequence[int]) -> list[str]:
-    """Text of every completion, without the stop token that ended it.
+def completion_texts(
+    written: Sequence[list[int]], decode: Callable[[list[int]], str], before: Sequence[int]
+) -> list[str]:
+    """Text of every completion.
 
     Args:
+      written: their token ids, without the stop token that ended one.
       decode: token ids -> text.
       before: the token before each completion. Many tokenizers drop the space at the start of a text but keep it after
         another token; decoding after `before` lets prompt and completion join to what the model wrote.
     """
     opening = {token: decode([token]) for token in set(before)}
-    return [text_after(opening[token], token, x.written, decode=decode) for token, x in zip(before, done, strict=True)]
+    return [text_after(opening[token], token, ids, decode=decode) for token, ids in zip(before, written, strict=True)]
 
 
 class RowForm(NamedTuple):
@@ -468,7 +454,7 @@ def first_texts(
     """
     own = done.own
     mine = [i for i, number in enumerate(numbers) if number in own]
-    some = [done.completions[place] for place in np.searchsorted(own, [numbers[i] for i in mine])]
+    some = [done.completions[place].written for place in np.searchsorted(own, [numbers[i] for i in mine])]
     own_texts = dict(zip(mine, completion_texts(some, decode, [before[i] for i in mine]), strict=True))
     texts: dict[int, str] = {}
     for others in collectives.gather_objects(own_texts, done.mesh):

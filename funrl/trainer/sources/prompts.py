@@ -211,12 +211,9 @@ def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Row
     """
     agent_B, agent_G = (x.batch.group * 0 if (agent := x.batch.get("agent")) is None else agent for x in (rows, greedy))
     agents = 1 + int(torch.cat([agent_B, agent_G]).max()) if len(agent_B) + len(agent_G) else 1
-    key_G = (greedy.batch.group * agents + agent_G).cpu().numpy()
-    key_B = prompt_B * agents + agent_B.cpu().numpy()
-    order = np.argsort(key_G, kind="stable")
-    sorted_keys = np.concatenate([[-1], key_G[order]])  # no row has the first
-    last_B = np.searchsorted(sorted_keys, key_B, side="right") - 1
-    place_B = np.where(sorted_keys[last_B] == key_B, np.concatenate([[-1], order])[last_B], -1)
+    row_of_key = {key: row for row, key in enumerate((greedy.batch.group * agents + agent_G).tolist())}
+    keys = (prompt_B * agents + agent_B.cpu().numpy()).tolist()
+    place_B = np.array([row_of_key.get(key, -1) for key in keys], dtype=np.int64)
     kept = np.flatnonzero(place_B >= 0)
     if not len(kept):
         raise RewardError("the greedy samples of all prompts, which are the baseline, failed or are unscored")
