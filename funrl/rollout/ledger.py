@@ -105,13 +105,11 @@ class Place(NamedTuple):
 
     Attributes:
       state: of it.
-      owner: runner that works on it or has written it; -1: none.
       attempt: how often it has begun.
       version: at which it began; None: it waits.
     """
 
     state: PlaceState = PlaceState.WAITING
-    owner: int = -1
     attempt: int = 0
     version: int | None = None
 
@@ -231,7 +229,7 @@ class Ledger:
                 self.waiting.append(passed)
             self.fresh = max(self.fresh, number + 1)
             attempts[number] = place.attempt + 1
-            self.places[number] = Place(PlaceState.RUNNING, owner, place.attempt + 1, version)
+            self.places[number] = Place(PlaceState.RUNNING, place.attempt + 1, version)
             _remove(self.waiting, number)
             self.running[owner].add(number)
             self.counts["begun"] += 1

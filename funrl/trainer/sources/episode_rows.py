@@ -99,11 +99,7 @@ class Transcript(NamedTuple):
 
 
 def rollout_of_episodes(
-    setup: EpisodeSetup,
-    engine: RewardedEngine,
-    run: EpisodeRun,
-    examples: Sequence[Example],
-    sampling: Sampling,
+    setup: EpisodeSetup, engine: RewardedEngine, run: EpisodeRun, examples: Sequence[Example], sampling: Sampling
 ) -> tuple[Rollout, Rows]:
     """The episodes of some prompts as a rollout, and their rows. Collective.
 
