@@ -35,6 +35,24 @@ class MissingEpisodeError(RunEndingError):
     """A log does not have an episode that is to be repeated."""
 
 
+def logged_episode(episodes: Mapping[int, LoggedEpisode], seed: int, example: Example) -> LoggedEpisode:
+    """The episode of a seed.
+
+    Args:
+      episodes: of a log, by their seeds.
+      example: its prompt.
+
+    Raises:
+      MissingEpisodeError: the log does not have it.
+    """
+    if seed not in episodes:
+        raise MissingEpisodeError(
+            f"the log has no episode of the prompt {example.text!r:.{PROMPT_CHARACTERS}} with the seed {seed}: it is "
+            "of another run, or prompts, --seed or the steps before it are not as they were"
+        )
+    return episodes[seed]
+
+
 class LoggedEnvironment:
     """An `Environment` that repeats the episodes of a log: no other environment is called.
 
@@ -69,12 +87,7 @@ class LoggedEnvironment:
         Raises:
           MissingEpisodeError: the log does not have it.
         """
-        logged = self._logged.get(seed)
-        if logged is None:
-            raise MissingEpisodeError(
-                f"the log has no episode of the prompt {example.text!r:.{PROMPT_CHARACTERS}} with the seed {seed}: it "
-                "is of another run, or prompts, --seed or the steps before it are not as they were"
-            )
+        logged = logged_episode(self._logged, seed, example)
         ends = {node: end for end in reversed(logged.episode.ends) for node in end.nodes() if node.sampled}
         tasks = [asyncio.create_task(_sample_again(policy, end, node)) for node, end in ends.items()]
         try:

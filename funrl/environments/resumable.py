@@ -109,6 +109,9 @@ class GroupRecord:
         """The record whose `text` this is."""
         return cls.from_entries(first, json.loads(text), lambda record: from_record(record_from_json(record)))
 
+    def __reduce__(self) -> tuple[Callable[..., GroupRecord], tuple[object, ...]]:
+        return GroupRecord.from_entries, (self.first, self.entries())
+
     def entries(self) -> list[dict[str, Any]]:
         """The episodes without references from node to node."""
         entries: list[dict[str, Any]] = []
@@ -234,11 +237,8 @@ class ResumableEpisodes(EpisodeRunner):
             self._loop = asyncio.new_event_loop()
             self._close = weakref.finalize(self, _close, self._live, self._loop)
         run = run_beside(engine, mesh, functools.partial(self._go_on, tickets, groups), self._loop)
-        if mesh.size("tensor") == 1 and run is not None:
-            return run
-        flat = None if run is None else ([(x.first, x.entries()) for x in run.records], run.problems)
-        records, problems = from_first(flat, mesh, "tensor")
-        return run or GroupRun([GroupRecord.from_entries(*record) for record in records], problems)
+        received: GroupRun = from_first(run, mesh, "tensor")
+        return run or received
 
     def close(self) -> None:
         """End all unfinished episodes and their environments; so does the end of the process."""
@@ -250,7 +250,11 @@ class ResumableEpisodes(EpisodeRunner):
         self.resident = resident
         self._problems = []
         try:
-            running = [await self._alive(group, record) for group, record, _ in groups.own]
+            running: list[_LiveGroup] = []
+            for group, record, _ in groups.own:
+                live = self._live.get(group.first)
+                is_alive = live is not None and live.record is record
+                running.append(live if live and is_alive else await self._start(group, record, PARKED))
             await self._rebuild(running)
             for live, (_, _, allowance) in zip(running, groups.own, strict=True):
                 for policy in live.unfinished:
@@ -291,11 +295,6 @@ class ResumableEpisodes(EpisodeRunner):
                 return
             await asyncio.sleep(0)
 
-    async def _alive(self, group: EpisodeGroup, record: GroupRecord) -> _LiveGroup:
-        """The group as its record says: the one that is alive, or one to rebuild."""
-        live = self._live.get(group.first)
-        return live if live is not None and live.record is record else await self._start(group, record, PARKED)
-
     async def _start(self, group: EpisodeGroup, record: GroupRecord | None, allowance: int | None) -> _LiveGroup:
         """Begin a group, or what its record says of it, instead of what may be alive of it."""
         await _end_groups(self._live, [group.first])
@@ -314,7 +313,7 @@ class ResumableEpisodes(EpisodeRunner):
         policies = self._policies.pop(number)
         place = number - policies[0].number
         while (policy := policies[place]).done is None:
-            done = await self._attempted(example, seed, policy, policy.clock)
+            done = await self._attempt(example, seed, policy, policy.clock)
             failures = policy.failures
             if policy.difference:
                 self._problems.append(policy.difference)

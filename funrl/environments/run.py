@@ -21,7 +21,7 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
-from funrl.rollout.tickets import Tickets, run_groups, share_tickets
+from funrl.rollout.tickets import TAKE_EVERY_S, Tickets, share_tickets
 
 
 class EpisodeGroup(NamedTuple):
@@ -55,7 +55,7 @@ class EpisodeRun(NamedTuple):
 
     Attributes:
       episodes: (number, episode) pairs, ascending: number = that of its group's first one + its index in the group.
-      costs: of each of these episodes.
+      costs: of each of these episodes; none: they are not known.
     """
 
     episodes: list[tuple[int, Episode]]
@@ -143,16 +143,32 @@ class EpisodeRunner:
     def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits):
         self.limits = limits
         self.setup = setup
-        self._costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
+        self._environment_s = defaultdict[int, float](float)  # by number of the episode
+        self._recomputed = defaultdict[int, int](int)
         self._environment = environment
         self._unfinished: set[int] = set()  # numbers of episodes
         self._beginning: set[int] = set()  # those of them that have not called the policy yet
 
     async def run(self, resident: ResidentEngine, tickets: Tickets[EpisodeGroup]) -> EpisodeRun:
-        """Run all groups that this replica takes."""
+        """Run all groups that this replica takes, each as a task beside the engine."""
         self.resident = resident
-        groups = await run_groups(resident, tickets, self._room, self._begin)
-        return self._run_of([pair for group in groups for pair in group])
+        running: set[asyncio.Task[list[tuple[int, Episode]]]] = set()
+        episodes: list[tuple[int, Episode]] = []
+        try:
+            while tickets.left or running:
+                room = self._room()
+                if tickets.left and (room > 0 or not running):
+                    running |= {self._begin(group) for group in tickets.take(max(room, 1))}
+                if running:  # otherwise other replicas have taken the rest
+                    await resident.progress(TAKE_EVERY_S if tickets.left else None)
+                ended = {task for task in running if task.done()}
+                episodes += [pair for task in ended for pair in task.result()]
+                running -= ended
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        return self._run_of(episodes)
 
     async def run_alone(self, resident: ResidentEngine, group: EpisodeGroup) -> EpisodeRun:
         """Run one group."""
@@ -161,7 +177,8 @@ class EpisodeRunner:
 
     def _run_of(self, episodes: Sequence[tuple[int, Episode]]) -> EpisodeRun:
         ascending = sorted(episodes, key=lambda pair: pair[0])
-        return EpisodeRun(ascending, [self._costs[number] for number, _ in ascending])
+        costs = [EpisodeSpending(self._environment_s[number], self._recomputed[number]) for number, _ in ascending]
+        return EpisodeRun(ascending, costs)
 
     def _room(self) -> int:
         """Further episodes that may begin now: whose first requests the engine could begin, and within the limit."""
@@ -193,33 +210,26 @@ class EpisodeRunner:
 
     async def _attempts(self, example: Example, number: int, seed: int) -> Episode:
         """Run one episode, several times if it fails."""
-        episode = await self._attempt(example, number, seed)
-        for _ in range(self.limits.retries):
-            if episode.status == "failed":
-                episode = await self._attempt(example, number, seed)
-        return episode
+        failures = 0
+        while True:
+            clock = EpisodeClock(self.limits.environment_s)
+            policy = Policy(functools.partial(self._complete, number, clock), self.setup, seed, self.limits)
+            try:
+                with spans.span("episode", number=number):
+                    episode = await self._attempt(example, seed, policy, clock)
+            finally:
+                self._environment_s[number] += clock.environment_s
+            if episode.status != "failed" or failures == self.limits.retries:
+                return episode
+            failures += 1
 
-    async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
-        clock = EpisodeClock(self.limits.environment_s)
-        policy = Policy(functools.partial(self._complete, number, clock), self.setup, seed, self.limits)
-        try:
-            with spans.span("episode", number=number):
-                return await self._attempted(example, seed, policy, clock)
-        finally:
-            self._add_cost(number, EpisodeSpending(environment_s=clock.environment_s))
-
-    async def _attempted(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
+    async def _attempt(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
         return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
-
-    def _add_cost(self, number: int, cost: EpisodeSpending) -> None:
-        before = self._costs[number]
-        recomputed = before.recomputed + cost.recomputed
-        self._costs[number] = EpisodeSpending(before.environment_s + cost.environment_s, recomputed)
 
     async def _complete(self, number: int, clock: EpisodeClock, request: Request) -> Completion:
         with clock.policy():
             completion = await self.ask(number, request)
-        self._add_cost(number, EpisodeSpending(recomputed=completion.recomputed))
+        self._recomputed[number] += completion.recomputed
         return completion
 
     async def ask(self, number: int, request: Request) -> Completion:

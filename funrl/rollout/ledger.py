@@ -1,13 +1,13 @@
 """Ledger of the prompt groups of a run: which are waited for, written and trained on, and the bounds on their age.
 
-    source -- take --> Ledger <-- begin, park, deliver -- link <-- runner (a replica: its loop and resident engine)
+    source -- take --> Ledger <-- begin, deliver -- link <-- runner (a replica: its loop and resident engine)
 
 A place is the number of a group in the run. Batch b has the places bP to (b+1)P - 1, and the trainer is at version v
 while it trains batch v. A place is in one of these states:
 
     waiting --begin--> running --deliver--> written --score--> scored --take--> taken
-       ^---- park, lost ---+                    |                 |
-       ^------------------- refill, resume -----+-----------------+
+       ^------ lost -------+                    |                 |
+       ^----------------------- refill ---------+-----------------+
 
 With staleness S and window W
 
@@ -105,17 +105,13 @@ class Place(NamedTuple):
 
     Attributes:
       state: of it.
-      owner: runner that works on it or has written it; -1: none.
       attempt: how often it has begun.
-      version: at which its oldest token was sampled; of a waiting place the one of its parked tokens, None without any.
-      parked: whether tokens of an earlier attempt were kept.
+      version: at which it began; None: it waits.
     """
 
     state: PlaceState = PlaceState.WAITING
-    owner: int = -1
     attempt: int = 0
     version: int | None = None
-    parked: bool = False
 
 
 @dataclass(slots=True)
@@ -134,7 +130,7 @@ class Ledger:
       running: owner -> places.
       batch: place -> age, of the next batch as far as it is filled.
       refilled: batch -> prompts that have replaced others in its places.
-      counts: events of places since the owner of the ledger has read them: begun, parked, lost, refilled, taken.
+      counts: events of places since the owner of the ledger has read them: begun, lost, refilled, taken.
       prompts: prompts that batches have used, refilled ones included.
       passed: positions of prompts in their order that were not used while later ones were, ascending.
 
@@ -233,27 +229,17 @@ class Ledger:
                 self.waiting.append(passed)
             self.fresh = max(self.fresh, number + 1)
             attempts[number] = place.attempt + 1
-            oldest = place.version if place.parked else version
-            self.places[number] = Place(PlaceState.RUNNING, owner, place.attempt + 1, oldest, place.parked)
+            self.places[number] = Place(PlaceState.RUNNING, place.attempt + 1, version)
             _remove(self.waiting, number)
             self.running[owner].add(number)
             self.counts["begun"] += 1
         return attempts
 
-    def park(self, owner: int, number: int, attempt: int) -> bool:
-        """Return a place with its tokens, for any runner to continue; False: another attempt has replaced this one."""
-        if not self._is_current(owner, number, attempt):
-            return False
-        self._wait(number, self.places[number].version)
-        self.counts["parked"] += 1
-        return True
-
     def lost(self, owner: int) -> list[int]:
-        """Return the places of a runner that is gone. They begin again, from the tokens parked before, if any."""
+        """Return the places of a runner that is gone, which then begin again."""
         numbers = sorted(self.running.pop(owner, ()))
         for number in numbers:
-            place = self.places[number]
-            self._wait(number, place.version if place.parked else None)
+            self._wait(number)
         self.counts["lost"] += len(numbers)
         return numbers
 
@@ -285,7 +271,7 @@ class Ledger:
             batch = self.version if self.rule.rounds else number // self.rule.places
             if self.refilled[batch] < self.rule.refills:
                 self.refilled[batch] += 1
-                self._wait(number, None)
+                self._wait(number)
                 waiting.append(number)
         self.counts["refilled"] += len(waiting)
         return waiting
@@ -333,18 +319,6 @@ class Ledger:
             del self.refilled[batch]
         return taken
 
-    def resume(self) -> None:
-        """Return all places that are not taken, after a restart without runners. Written ones are written again."""
-        oldest = min([self.oldest, *self.batch])
-        self.overtaken = (self.overtaken | set(range(oldest, self.oldest))) - self.batch.keys()
-        self.oldest = oldest
-        self.batch = {}
-        for owner in list(self.running):
-            self.lost(owner)
-        for number, place in self.places.items():
-            if place.state != PlaceState.WAITING:
-                self._wait(number, None)
-
     def _age(self, number: int) -> int:
         return self.version - (self.places[number].version or 0)
 
@@ -354,11 +328,9 @@ class Ledger:
     def _is_current(self, owner: int, number: int, attempt: int) -> bool:
         return number in self.running.get(owner, ()) and self.places[number].attempt == attempt
 
-    def _wait(self, number: int, version: int | None) -> None:
-        place = self.places[number]
-        self.running.get(place.owner, set()).discard(number)
+    def _wait(self, number: int) -> None:
         _remove(self.written, number)
-        self.places[number] = Place(PlaceState.WAITING, -1, place.attempt, version, version is not None)
+        self.places[number] = Place(attempt=self.places[number].attempt)
         bisect.insort(self.waiting, number)
 
 

@@ -139,7 +139,8 @@ class ResidentEngine:
 
     async def progress(self, timeout_s: float | None = None) -> None:
         """Wait until a request has ended since the last call, `notify` was called, or the time is over."""
-        await _first_of(self._progress.wait(), timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._progress.wait(), timeout_s)
         self._progress.clear()
 
     def notify(self) -> None:
@@ -179,12 +180,16 @@ class ResidentEngine:
         """
         orders = self._take_orders()
         if not orders.submit and not orders.cancel and not self._engine.unfinished():
-            await self.rest(mesh, idle_s)
+            beat()
+            from_first(_Orders(idle=True), mesh, "tensor")
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), idle_s)
             return
         from_first(orders if orders.submit or orders.cancel else None, mesh, "tensor")
-        for completions, error in _iterations(self._engine, orders, mesh, self._lasting):
-            self.end(completions)
-            self.fail(error)
+        for outcomes in _iterations(self._engine, orders, mesh, self._lasting):
+            for number, outcome in outcomes:
+                self._end(number, outcome)
             for number, (listener, known) in self._listeners.items():
                 tokens = self._engine.sampled(number, known)
                 if tokens:
@@ -192,34 +197,17 @@ class ResidentEngine:
                     self._listeners[number] = listener, known + len(tokens)
             await asyncio.sleep(0)
 
-    async def rest(self, mesh: Mesh, idle_s: float = BEAT_S) -> None:
-        """Run the coroutines while the engine is idle, until one submits a request or wakes it.
-
-        Args:
-          mesh: of the engine.
-          idle_s: seconds that this may take.
-        """
-        beat()
-        from_first(_Orders(idle=True), mesh, "tensor")
-        self._wake.clear()
-        await _first_of(self._wake.wait(), idle_s)
-
-    def end(self, completions: Sequence[Completion]) -> None:
-        """Deliver completions to the coroutines that wait for them."""
-        for done in completions:
-            future = self._waiting.pop(done.number, None)
-            if future is not None and not future.done():
-                future.set_result(done)
-                self._progress.set()
-            self._listeners.pop(done.number, None)
-
-    def fail(self, error: LogitsError | None) -> None:
-        """Raise an error where its requests are waited for."""
-        for number in () if error is None else error.numbers:
-            future = self._waiting.pop(number, None)
-            if future is not None and not future.done():
-                future.set_exception(LogitsError(str(error)))
-                self._progress.set()
+    def _end(self, number: int, outcome: Completion | LogitsError) -> None:
+        """Deliver a completion, or raise an error, where it is waited for."""
+        self._listeners.pop(number, None)
+        future = self._waiting.pop(number, None)
+        if future is None or future.done():
+            return
+        if isinstance(outcome, LogitsError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+        self._progress.set()
 
     def _take_orders(self) -> _Orders:
         continues = any(request.computed for request in self._new.values())
@@ -279,7 +267,7 @@ def run_beside(
 
 def _iterations(
     engine: Engine, orders: _Orders, mesh: Mesh, lasting: bool = False
-) -> Iterator[tuple[list[Completion], LogitsError | None]]:
+) -> Iterator[list[tuple[int, Completion | LogitsError]]]:
     """Carry out orders and step the engine, several times where orders make the host wait; yields what has ended."""
     if orders.cancel:
         engine.cancel(orders.cancel)
@@ -292,25 +280,17 @@ def _iterations(
             yield _step(engine, lasting)
 
 
-def _step(engine: Engine, lasting: bool) -> tuple[list[Completion], LogitsError | None]:
-    """The completions of a step, and the error of others that are then cancelled, if the engine is to outlast it."""
+def _step(engine: Engine, lasting: bool) -> list[tuple[int, Completion | LogitsError]]:
+    """Completions of a step by their numbers, or errors of those that are then cancelled, if the engine outlasts it."""
     check_running(engine)
     beat()
     try:
-        return engine.step(), None
+        return [(done.number, done) for done in engine.step()]
     except LogitsError as error:
         if not lasting:
             raise
         engine.cancel(error.numbers)
-        return [], error
-
-
-async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None:
-    """Wait, at most for some seconds."""
-    try:
-        await asyncio.wait_for(waiting, timeout_s)
-    except TimeoutError:
-        return
+        return [(number, LogitsError(str(error))) for number in error.numbers]
 
 
 def run_coroutine(program: Coroutine[object, object, _T], loop: asyncio.AbstractEventLoop | None = None) -> _T:

@@ -6,7 +6,6 @@ same time. Which replica completes a group does not change its completions: they
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -20,10 +19,8 @@ from funrl.processes.heartbeat import beat
 from funrl.processes.spans import GroupSpans
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, check_running
 from funrl.rollout.requests import Completion, Request
-from funrl.rollout.resident import ResidentEngine
 
 _Group = TypeVar("_Group", covariant=True)
-_Result = TypeVar("_Result")
 TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
 
 
@@ -83,41 +80,6 @@ def share_tickets(groups: Sequence[_Group], mesh: Mesh, *, size: int, fixed: boo
         share = own_range(len(groups), mesh, mesh.row_axes)
         return Tickets(groups[share.start : share.stop], shared_counter(SINGLE), size=size)
     return Tickets(groups, shared_counter(mesh), mesh.size(mesh.row_axes), size=size)
-
-
-async def run_groups(
-    resident: ResidentEngine,
-    tickets: Tickets[_Group],
-    room: Callable[[], int],
-    begin: Callable[[_Group], asyncio.Task[_Result]],
-) -> list[_Result]:
-    """Run the groups that this replica takes, each as a task beside a resident engine.
-
-    Args:
-      resident: the engine.
-      tickets: of the groups.
-      room: () -> number of requests that would begin at once.
-      begin: begins a group; as `ResidentEngine.start`.
-
-    Returns: the results of the tasks, in the order in which they ended.
-    """
-    running: set[asyncio.Task[_Result]] = set()
-    results: list[_Result] = []
-    try:
-        while tickets.left or running:
-            free = room()
-            if tickets.left and (free > 0 or not running):
-                running |= {begin(group) for group in tickets.take(max(free, 1))}
-            if running:  # otherwise other replicas have taken the rest
-                await resident.progress(TAKE_EVERY_S if tickets.left else None)
-            ended = {task for task in running if task.done()}
-            results += [task.result() for task in ended]
-            running -= ended
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-    return results
 
 
 def complete_shared(

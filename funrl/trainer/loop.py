@@ -30,6 +30,7 @@ boxes are functions of `phases`, which can be called alone.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 from funrl.mesh.mesh import Mesh
@@ -44,7 +45,7 @@ from funrl.trainer.evaluator import ENDING, Enter, Evaluator, Recovery
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.sources.observing import Observer
-from funrl.trainer.sources.source import closed_at_end, is_skipped
+from funrl.trainer.sources.source import is_skipped
 from funrl.trainer.startup import MakeSource, begin_run, first_digests, make_source
 from funrl.trainer.steps.roles import State, keep_copies
 from funrl.trainer.steps.step_rows import StepRecord
@@ -91,9 +92,10 @@ def train_loop(
             job, trainer.parts, trainer.source, state=state, folder=folder, observer=observer, frozen=frozen
         ) as saver,
         stops_when_asked(),
-        closed_at_end(trainer.source),
+        contextlib.ExitStack() as ending,
         saved_on_failure(saver) as recoverable,
     ):
+        ending.callback(trainer.source.close)
         state, evaluations = saver.resumed(state)
         keep_copies(trainer.parts.roles, state.roles)
         if folder is not None:

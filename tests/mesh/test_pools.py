@@ -2,6 +2,8 @@
 
 import functools
 import time
+from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch, submesh
 from funrl.mesh.mesh import parse, single
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
-from funrl.mesh.pools import channel
+from funrl.mesh.pools import channel, handover
 from funrl.mesh.pools.channel import Answers, End, Requests, end_requests
 from funrl.mesh.pools.handover import Handover, messages_from, messages_to, receive_rows, send_rows
 from funrl.mesh.pools.placement import ranks_text, read_placement
@@ -112,12 +114,21 @@ def hand_over_rows(text, mesh):
     owner = rng.integers(source.size(source.row_axes), size=23)
     to = rng.integers(target.size(target.row_axes), size=23)
     way = Handover(rng.integers(1, 30, size=23), owner, to, source, target)
-    if source.here:
-        own = np.flatnonzero(owner == source.index(source.row_axes))
-        nbytes = send_rows(rows_of_rank(way, own), KINDS, way)
-        return source.process, nbytes, len(list(messages_to(way))), True
-    like = {name: x[:0] for name, x in rows_of_rank(way, np.arange(1)).items()}
-    fields, nbytes = receive_rows(like, KINDS, way)
+    sizes = []
+    exchange = handover._exchange
+
+    def measured(mesh, messages, contents, receives=False):
+        sizes.extend(x.nbytes for x in contents)
+        exchange(mesh, messages, contents, receives)
+
+    with mock.patch.object(handover, "_exchange", measured):
+        if source.here:
+            own = np.flatnonzero(owner == source.index(source.row_axes))
+            send_rows(rows_of_rank(way, own), KINDS, way)
+            return source.process, sum(sizes), len(list(messages_to(way))), True
+        like = {name: x[:0] for name, x in rows_of_rank(way, np.arange(1)).items()}
+        fields = receive_rows(like, KINDS, way)
+    nbytes = sum(sizes)
     coming = np.flatnonzero(to == target.index(target.row_axes))
     wanted = rows_of_rank(way, coming)
     width = fields["tokens"].shape[1]
@@ -205,7 +216,7 @@ def test_a_wait_lasts_as_long_as_there_is_progress_and_then_the_limit(monkeypatc
     monkeypatch.setattr(channel, "time", clock)
     monkeypatch.setattr(channel, "run_store", lambda: clock)
     with pytest.raises(MeshError, match=r"waited for an answer: .* have made no progress for 60 s"):
-        channel.wait_for_keys(["answer"], 1, "an answer", 60.0)
+        channel.wait_for_keys(["answer"], 1, channel.ProgressLimit(timedelta(minutes=1), "an answer"))
     assert 1060 <= clock.now < 1070
 
 
@@ -221,6 +232,6 @@ def test_each_pool_shows_progress_of_its_own(monkeypatch):
             time.sleep(0.01)
     assert not store.check([channel.progress_key(channel.GENERATING)])
     keys = []
-    monkeypatch.setattr(channel, "wait_for_keys", lambda *given: keys.append(given[-1]))
+    monkeypatch.setattr(channel, "wait_for_keys", lambda *given: keys.append(given[-1].key))
     channel.write_value(channel.answer_key("seven", 7), "an answer")
     assert Requests(single(), "seven").answer(7, "an answer") == "an answer" and keys == [channel.progress_key("seven")]

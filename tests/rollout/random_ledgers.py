@@ -36,8 +36,7 @@ class Group:
         self.prompt = None
         self.attempt = 0
         self.owner = None  # while it runs
-        self.born = None  # version of its oldest token
-        self.parked = None  # version of the oldest parked token
+        self.born = None  # version at which it began
         self.left = 0  # ticks
         self.written = False
         self.scored = False
@@ -59,9 +58,8 @@ class World:
         self.until = places * pick.randint(1, 6)
         self.ledger = module.Ledger(self.rule, self.until)
         self.random = random.Random(0 if calm else seed + 1)
-        self.kills, self.parks, self.crashes = (
-            (0, 0, 0) if calm else (pick.choice([0, 0.02]), pick.choice([0, 0.1]), pick.choice([0, 0.005, 0.03]))
-        )
+        self.kills, self.crashes = (0, 0) if calm else (pick.choice([0, 0.02]), pick.choice([0, 0.005, 0.03]))
+        self.crashes_left = 10  # a run that crashes before its first batch begins with nothing each time
         self.spread = pick.choice([0.2, 1.0, 2.0])
         self.runners = dict.fromkeys(range(1 if calm else pick.randint(1, 4)), 0)  # -> version held
         self.names = len(self.runners)
@@ -75,7 +73,8 @@ class World:
         self.taken = []
         self.joined = {}
         self.batches = []
-        self.events = dict.fromkeys(("begun", "parked", "lost", "refilled", "taken"), 0)
+        self.saved = ([], 0)  # of a checkpoint: places taken in the window, and further prompts that were used
+        self.events = dict.fromkeys(("begun", "lost", "refilled", "taken"), 0)
 
     def happens(self, chance):
         return self.random.random() < chance
@@ -103,37 +102,34 @@ class World:
                 self.lose(owner)
                 self.runners[self.names] = self.ready
                 self.names += 1
-        if self.happens(self.crashes):
-            for owner in list(self.runners):
-                self.lose(owner, crash=True)
-                self.runners[self.names] = self.ready
-                self.names += 1
+        if self.crashes_left and self.happens(self.crashes):
+            self.crashes_left -= 1
             self.crash()
 
-    def lose(self, owner, crash=False):
+    def lose(self, owner):
         del self.runners[owner]
         own = [number for number, group in self.groups.items() if group.owner == owner]
         for number in own:
             self.groups[number].owner = None
-            self.groups[number].born = self.groups[number].parked
+            self.groups[number].born = None
         self.events["lost"] += len(own)
-        if not crash:
-            require(self.ledger.lost(owner) == sorted(own), f"runner {owner} had places {sorted(own)}")
+        require(self.ledger.lost(owner) == sorted(own), f"runner {owner} had places {sorted(own)}")
 
     def crash(self):
-        self.ledger = copy.deepcopy(self.ledger)
-        self.ledger.resume()
-        self.joined = {}
-        for group in self.groups.values():
-            if group.written:
-                group.written = group.scored = False
-                group.parked = group.born = None
-        waiting = [number for number in range(max(self.groups, default=-1) + 1) if number not in self.taken]
+        """Continue from the checkpoint of the last batch: nothing else is left of the run."""
+        overtaken, self.prompts = self.saved
+        self.ledger = self.module.Ledger.restored(self.rule, self.until, self.version, overtaken)
+        self.runners = {self.names + number: self.version for number in range(len(self.runners))}
+        self.names += len(self.runners)
+        self.groups = {number: group for number, group in self.groups.items() if number in self.taken}
+        self.messages, self.joined, self.spent = [], {}, {}
+        self.ready, self.updating = self.version, 0
+        self.events = dict.fromkeys(self.events, 0)
+        waiting = [number for number in range(max(self.taken, default=-1) + 1) if number not in self.taken]
         require(self.ledger.waiting == waiting, f"a resumed run waits for {waiting}, not {self.ledger.waiting}")
         oldest = next(n for n in range(self.until + 1) if n not in self.taken)
         overtaken = {number for number in self.taken if number > oldest}
         require(self.ledger.overtaken == overtaken, f"a resumed run has taken {overtaken}, not {self.ledger.overtaken}")
-        require(not any(self.ledger.running.values()) and not self.ledger.batch, "a resumed run has runners or a batch")
 
     def begin(self):
         for owner, version in self.runners.items():
@@ -156,7 +152,7 @@ class World:
                 if group.prompt is None:
                     group.prompt = ("first", number)
                 group.attempt, group.owner = attempt, owner
-                group.born = version if group.parked is None else group.parked
+                group.born = version
                 group.left = min(60, 5 * self.random.lognormvariate(0, self.spread))
                 self.events["begun"] += 1
 
@@ -184,15 +180,6 @@ class World:
         for number, group in sorted(self.groups.items()):
             if group.owner is None:
                 continue
-            if self.happens(self.parks):
-                if self.happens(0.1):
-                    require(not self.ledger.park(group.owner, number, group.attempt - 1), "an earlier attempt parks")
-                require(self.ledger.park(group.owner, number, group.attempt), f"place {number} cannot be parked")
-                if self.happens(0.5):
-                    self.messages.append((group.owner, number, group.attempt))  # delivered all the same, and late
-                group.owner, group.parked = None, group.born
-                self.events["parked"] += 1
-                continue
             group.left -= 1
             if group.left <= 0 and (group.owner, number, group.attempt) not in self.messages:
                 self.messages.append((group.owner, number, group.attempt))
@@ -211,6 +198,8 @@ class World:
                 continue
             require(not self.ledger.deliver(owner, number, attempt), f"place {number} is delivered twice")
             group.owner, group.written = None, True
+            if self.happens(0.2):
+                self.messages.append((owner, number, attempt))  # and once more later, perhaps to another attempt
             if not self.rounds and self.drops(number):
                 self.refill([number])
 
@@ -230,7 +219,7 @@ class World:
             group = self.groups[number]
             group.prompt, self.prompts = ("further", self.prompts), self.prompts + 1
             group.written = group.scored = False
-            group.parked = group.born = None
+            group.born = None
         self.events["refilled"] += len(refilled)
 
     def train(self):
@@ -294,6 +283,7 @@ class World:
         self.events["taken"] += len(batch)
         self.joined = {}
         self.version += 1
+        self.saved = (self.ledger.taken_in_window, self.prompts)
         self.updating = self.random.randint(0, 0 if self.calm else 20)
 
 

@@ -25,11 +25,12 @@ from funrl.track.observe import RunObserver
 from funrl.trainer import phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.evaluator import Evaluator
+from funrl.trainer.placement.generate import GroupWriter
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
-from funrl.trainer.sources.heldout import HeldoutWriter
+from funrl.trainer.sources.group_rows import SampleWriter
 from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.gloo
@@ -61,6 +62,17 @@ class Events:
         return metrics
 
 
+def noted_steps():
+    """Note in what writes an evaluation the step after which it does."""
+    begin = GroupWriter._begin_evaluation
+
+    def noted(writer, request):
+        begin(writer, request)
+        writer._heldout.step = request.step
+
+    return mock.patch.object(GroupWriter, "_begin_evaluation", noted)
+
+
 async def after_the_next_step(write, delayed, writer, resident):
     """Write a part of an evaluation after some steps once the step that follows has been learned."""
     limit = time.monotonic() + LIMIT_S
@@ -76,14 +88,14 @@ def watched(job, folder, delayed, mesh):
     """A run of this rank whose evaluations after some steps end after the next step's update."""
     observer = Quiet(str(folder / "checkpoints"))
     events = Events()
-    write, evaluate, start = HeldoutWriter.write, GroupGenerators._evaluated, Evaluator._begin
+    write, evaluate, start = SampleWriter.write, GroupGenerators._evaluated, Evaluator._begin
     learn = functools.partial(events.learned, phases.learn_batch)
-    with contextlib.ExitStack() as stack, one_thread():
+    with contextlib.ExitStack() as stack, one_thread(), noted_steps():
         for owner, name, function in (
             (phases, "learn_batch", learn),
             (Evaluator, "_begin", lambda *args, **first: events.begun(start, *args, **first)),
             (GroupGenerators, "_evaluated", lambda *args: events.evaluated(evaluate, *args)),
-            (HeldoutWriter, "write", lambda *args: after_the_next_step(write, delayed, *args)),
+            (SampleWriter, "write", lambda *args: after_the_next_step(write, delayed, *args)),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))
         outcome = run_rank(job, mesh, observer)
@@ -151,7 +163,7 @@ def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_
 
 def observed(job, run_dir, patches, mesh):
     """A run of this rank with a directory; `patches` are of functions of both sides."""
-    with contextlib.ExitStack() as stack, one_thread():
+    with contextlib.ExitStack() as stack, one_thread(), noted_steps():
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))
         observer = stack.enter_context(RunObserver(job, str(run_dir), mesh.rank))
@@ -209,9 +221,9 @@ def waits_before(step, key, draw, trainer, state):
 @pytest.mark.slow
 def test_an_evaluation_that_a_generator_did_not_survive_is_made_when_the_run_is_resumed(tmp_path):
     settings = SETTINGS | {"place": "train:dp1 generate:dp1", "run_dir": str(tmp_path)}
-    write, draw = HeldoutWriter.write, phases.draw_batch
+    write, draw = SampleWriter.write, phases.draw_batch
     patches = (
-        (HeldoutWriter, "write", lambda *args: dies_after("test/waits", 2, write, *args)),
+        (SampleWriter, "write", lambda *args: dies_after("test/waits", 2, write, *args)),
         (phases, "draw_batch", functools.partial(waits_before, 2, "test/waits", draw)),
     )
     job = small_job(rollout_is, **settings)

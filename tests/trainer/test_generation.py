@@ -79,7 +79,9 @@ def test_the_model_s_own_distribution_is_reported_where_tokens_were_cut_away_or_
 
 
 def test_the_stop_token_is_not_part_of_the_text():
-    assert completion_texts(DONE, str) == ["[11, 12, 13]", "[]", "[14]", "[15, 16, 17]"]
+    decode = lambda ids: "".join(f"<{number}>" for number in ids)  # noqa: E731
+    texts = completion_texts([done.written for done in DONE], decode, [7] * 4)
+    assert texts == ["<11><12><13>", "", "<14>", "<15><16><17>"]
 
 
 @pytest.mark.slow

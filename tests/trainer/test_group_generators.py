@@ -118,7 +118,7 @@ def test_a_resumed_run_begins_with_the_group_that_others_overtook():
     assert generators.saved({})["overtaken"].tolist() == [True, False]  # until the batch has been taken
     for place in (7, 10, 9, 12):
         deliver(works[place])
-    groups = generators._gathered([], "groups").groups
+    groups = generators._collected([]).groups
     assert [group.work.place for group in groups.values()] == [7, 9, 10, 12]
     generators.end_step()
     assert generators.ledger.version == 3 and generators.saved({})["overtaken"].tolist() == [True, False]
@@ -201,7 +201,7 @@ def test_what_the_trainer_asks_for_again_comes_first():
     works = [replica.next_group() for _ in range(4)]
     for work in works:
         deliver(work)
-    generators._groups = generators._gathered([], "groups").groups
+    generators._groups = generators._collected([]).groups
     generators._newest = tuple(generators._groups)
     generators.keep(np.array([0, 2]))
     assert generators._lost == [1, 3]
@@ -223,7 +223,7 @@ def test_without_staleness_groups_begin_when_they_are_asked_for():
     assert first.next_group() is None, "there is no further group"
     for work in works:
         deliver(work)
-    generators._groups = generators._gathered(numbers, "groups").groups
+    generators._groups = generators._collected(numbers).groups
     assert list(generators._groups) == numbers == [0, 1, 2, 3]
     generators._newest = tuple(numbers)
     generators.keep(np.array([0, 3]))
@@ -351,7 +351,7 @@ def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
-    writer.evaluates = False
+    writer._evaluation = None
     writer._reported = 5
     writer._measured = True
     writer._generator = cast(Any, SimpleNamespace(engine=engine))

@@ -11,8 +11,9 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -30,6 +31,8 @@ KEY = "funrl/pools"
 END_KEY = f"{KEY}/end"
 GENERATING = "generate"  # the pool that answers, where no other one is named
 PROGRESS_S = 5.0  # between two signs of progress
+
+_T = TypeVar("_T")
 
 
 class End(NamedTuple):
@@ -80,7 +83,8 @@ class Requests:
         """
         key = answer_key(self.pool, number)
         entered(waits_for)
-        wait_for_keys([key], self.mesh.world, waits_for, limit_of(self.mesh), progress_key(self.pool))
+        limit = ProgressLimit(self.mesh.timeout, waits_for, progress_key(self.pool))
+        wait_for_keys([key], self.mesh.world, limit)
         value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         for oldest in range(self._kept, number - KEPT_REQUESTS + 1) if self.mesh.rank == 0 else ():
@@ -115,7 +119,7 @@ class Answers:
           waits_for: name of the request, for whoever looks at a rank that waits.
         """
         entered(waits_for)
-        there = wait_for_keys([self.next_key, END_KEY], self.mesh.world, waits_for)
+        there = wait_for_keys([self.next_key, END_KEY], self.mesh.world)
         request = from_first_rank(read_value(there[0]) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.taken += 1
@@ -189,65 +193,52 @@ def progress_key(pool: str) -> str:
     return f"{KEY}/{pool}/progress"
 
 
-def wait_for_keys(
-    keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None, progress: str = ""
-) -> list[str]:
+def wait_for_keys(keys: Sequence[str], ranks: int, limit: ProgressLimit | None = None) -> list[str]:
     """Wait until the store has at least one of the keys; return the keys that it has.
+
+    Args:
+      keys: of the store.
+      ranks, limit: as of `wait_until`.
+    """
+    store = run_store()
+    return wait_until(lambda: [key for key in keys if store.check([key])], ranks, limit)
+
+
+def wait_until(look: Callable[[], _T], ranks: int, limit: ProgressLimit | None = None) -> _T:
+    """The first result of `look` that is true; calls it again and again, less often the longer it takes.
 
     The run's watch ends this process where another one has failed or is stalled, so that it waits for no dead rank.
 
     Args:
-      keys: of the store.
-      ranks: that wait with this one.
-      waits_for: name of what comes, for the error.
-      limit_s: seconds that the answering side may make no progress; None: without a limit.
-      progress: key of the answering side's progress; "": of `GENERATING`.
+      look: at the store.
+      ranks: that look at it.
+      limit: checked between two calls.
 
     Raises:
-      MeshError: it has made none for so long.
+      MeshError: as of the limit.
     """
-    store = run_store()
-    pauses = Pauses(ranks)
-    limit = ProgressLimit(limit_s, waits_for, progress)
-    while True:
-        there = [key for key in keys if store.check([key])]
-        if there:
-            return there
-        pauses.sleep()
-        limit.check()
-
-
-class Pauses:
-    """Pauses between two looks at the store, longer the more ranks look."""
-
-    def __init__(self, ranks: int) -> None:
-        """Begin with the shortest pause.
-
-        Args:
-          ranks: that look at it.
-        """
-        self.next_s = SHORTEST_S
-        self.longest_s = max(LONGEST_S, ranks * STORE_S)
-
-    def sleep(self) -> None:
-        """Pause, and let the next pause be longer."""
-        time.sleep(self.next_s)
-        self.next_s = min(2 * self.next_s, self.longest_s)
+    pause_s = SHORTEST_S
+    while not (result := look()):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, max(LONGEST_S, ranks * STORE_S))
+        if limit is not None:
+            limit.check()
+    return result
 
 
 class ProgressLimit:
     """Limit of the seconds for which other ranks may make no progress while this one waits for them."""
 
-    def __init__(self, limit_s: float | None, waits_for: str, key: str = "") -> None:
+    def __init__(self, timeout: timedelta | None, waits_for: str, key: str = "") -> None:
         """Begin to wait.
 
         Args:
-          limit_s: seconds without progress; None: no limit.
+          timeout: without progress, as `Mesh.timeout`; None: no limit.
           waits_for: name of what comes, for the error.
           key: whose value in the store changes with progress; "": that of `GENERATING`.
         """
         self.key = key or progress_key(GENERATING)
-        self.limit_s = limit_s
+        self.limit_s = None if timeout is None else timeout.total_seconds()
         self.waits_for = waits_for
         self.progress = b""
         self.since = self.looked = time.monotonic()
@@ -269,11 +260,6 @@ class ProgressLimit:
             )
 
 
-def limit_of(mesh: Mesh) -> float | None:
-    """Seconds for which ranks that were asked may make no progress; None: there is no limit."""
-    return None if mesh.timeout is None else mesh.timeout.total_seconds()
-
-
 def write_value(key: str, value: object) -> None:
     """Write a value under a key, in pieces that the store takes; the key is there once all of them are."""
     write_values([key], [value])
@@ -290,18 +276,14 @@ def write_values(keys: Sequence[str], values: Sequence[object]) -> None:
             for number, piece in enumerate(pieces):
                 run_store().set(f"{key}/{number}", piece)
             data = IN_PIECES + str(len(pieces)).encode()
-        if size + len(data) > VALUE_BYTES:
-            _set_all(together)
+        if together and size + len(data) > VALUE_BYTES:
+            run_store().multi_set(list(together), list(together.values()))
             together = {}
             size = 0
         together[key] = data
         size += len(data)
-    _set_all(together)
-
-
-def _set_all(values: Mapping[str, bytes]) -> None:
-    if values:
-        run_store().multi_set(list(values), list(values.values()))
+    if together:
+        run_store().multi_set(list(together), list(together.values()))
 
 
 def read_value(key: str) -> Any:
@@ -322,10 +304,8 @@ def take_values(keys: Sequence[str]) -> list[Any]:
 
 def remove_value(key: str) -> None:
     """Remove a value, if it is there."""
-    store = run_store()
-    if store.check([key]):
-        for piece in (*_pieces(key, store.get(key)), key):
-            store.delete_key(piece)
+    if run_store().check([key]):
+        take_values([key])
 
 
 def _value_of(key: str, data: bytes) -> Any:

@@ -90,8 +90,8 @@ def blank_fields(
     }
 
 
-def send_rows(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: Handover) -> int:
-    """Send this rank's rows; returns the bytes sent. Every rank of the source calls it while the target receives.
+def send_rows(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: Handover) -> None:
+    """Send this rank's rows. Every rank of the source calls it while the target receives.
 
     Args:
       fields: of this rank's rows in the order of their numbers; none is known everywhere.
@@ -103,23 +103,17 @@ def send_rows(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: 
     own = np.flatnonzero(way.owner == int(way.source.index(way.source.row_axes)))
     messages = list(messages_to(way))
     places = [np.searchsorted(own, rows) for _, rows in messages]
-    sent = 0
     for names in _sent_together(fields, kinds):
         some = {name: fields[name] for name in names}
         lines = way.lengths[own]
         if not kinds[names[0]].per_token:
             lines = kinds[names[0]].counts(fields[names[0]], lines)
             _exchange(way.source, messages, [torch.from_numpy(lines[here]).to(way.source.device) for here in places])
-        packed = [pack_rows(some, kinds, here, lines[here]) for here in places]
-        _exchange(way.source, messages, packed)
-        sent += sum(x.numel() for x in packed)
-    return sent
+        _exchange(way.source, messages, [pack_rows(some, kinds, here, lines[here]) for here in places])
 
 
-def receive_rows(
-    like: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: Handover
-) -> tuple[dict[str, Value], int]:
-    """Receive rows that the source sends; returns the fields of this rank's rows and the bytes received.
+def receive_rows(like: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: Handover) -> dict[str, Value]:
+    """Receive rows that the source sends; returns the fields of this rank's rows.
 
     Args:
       like: fields of the dtypes and trailing shapes that arrive, in the order of those sent, on this rank's device.
@@ -134,7 +128,6 @@ def receive_rows(
     messages = list(messages_from(way))
     places = [np.searchsorted(coming, rows) for _, rows in messages]
     out = dict[str, Value]()
-    received = 0
     for names in _sent_together(like, kinds):
         group = {name: like[name] for name in names}
         lines = way.lengths[coming]
@@ -151,8 +144,7 @@ def receive_rows(
         for here, x in zip(places, arrived, strict=True):
             unpack_rows(x, blank, kinds, here, lines[here])
         out |= blank
-        received += sum(x.numel() for x in arrived)
-    return {name: out[name] for name in like}, received
+    return {name: out[name] for name in like}
 
 
 def _sent_together(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind]) -> list[list[str]]:

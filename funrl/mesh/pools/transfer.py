@@ -25,7 +25,7 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.patches import LARGEST_SHARE, changed_bytes, reshard_patches
 from funrl.mesh.plan import Plan, sent_bytes
-from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, read_value, remove_value, run_store, write_value
+from funrl.mesh.pools.channel import ProgressLimit, read_value, remove_value, run_store, wait_until, write_value
 from funrl.mesh.reshard import reshard
 from funrl.processes import spans
 from funrl.processes.heartbeat import beat, beside_the_program, entered, left
@@ -80,30 +80,6 @@ class WeightForm(NamedTuple):
     held: Callable[[], trees.Tree] = lambda: None
 
 
-class TransferNotice(NamedTuple):
-    """Contents of a transfer.
-
-    Attributes:
-      versions: of the weights, by names of models.
-      patches: whether the policy's weights come as patches of the weights that were sent before.
-    """
-
-    versions: Mapping[str, int]
-    patches: bool
-
-
-class SentPolicy(NamedTuple):
-    """Count of what the last complete transfer sent of the policy, summed over the trainer ranks.
-
-    Attributes:
-      sent: bytes that these ranks sent.
-      changed: numbers that had changed since the transfer before, as a share of all.
-    """
-
-    sent: int
-    changed: float
-
-
 def transfer_group(mesh: Mesh) -> TransferGroup:
     """Process group of the transfers; None: that of the run. Called by every rank of the run.
 
@@ -111,11 +87,6 @@ def transfer_group(mesh: Mesh) -> TransferGroup:
     where two threads start some.
     """
     return dist.new_group() if mesh.device.type == "cuda" else None
-
-
-def ended_key(number: int) -> str:
-    """Key of the count of ranks that have received a transfer."""
-    return _key(number, "ended")
 
 
 def _key(number: int, name: str) -> str:
@@ -129,8 +100,9 @@ class WeightSender:
     Attributes:
       sent_s: seconds of the last complete transfer, up to the last rank that received it.
       waited_s: seconds of it in which the program waited for it.
-      policy: count of its policy; None where its weights are not of 16 bits, or none were sent before.
-      resent: number of transfers whose patches were lost, so that everything was sent.
+      policy: bytes that the trainer ranks sent of its policy, the share of its numbers that had changed since the
+        transfer before, and the number of transfers so far whose patches were lost, so that everything was sent; empty
+        where its weights are not of 16 bits, or none were sent before.
     """
 
     def __init__(self, mesh: Mesh, receivers: int, group: TransferGroup = None, *, patches: bool = False) -> None:
@@ -146,8 +118,8 @@ class WeightSender:
         self.receivers = receivers
         self.group = group
         self.sent_s = self.waited_s = 0.0
-        self.policy: SentPolicy | None = None
-        self.resent = 0
+        self.policy: dict[str, float] = {}
+        self._resent = 0
         self._patches = patches
         self._base: trees.Tree = None  # the policy's shards as they were sent
         self._next = 0
@@ -201,11 +173,12 @@ class WeightSender:
         patches, share = (False, None) if policy is None or self._base is None else self._measure(policy.tree)
         sent = self._send_once(models, patches)
         if run_store().add(_key(self._next - 1, "lost"), 0):
-            self.resent += 1
+            self._resent += 1
             sent += self._send_once(models, False)
         if self._patches and policy is not None and any(dtype.itemsize == NARROW for dtype in policy.plan.dtypes):
             self._base = policy.tree
-        self.policy = None if share is None else SentPolicy(sent, share)
+        counts = {"sent_bytes": float(sent), "changed_share": share, "resent": float(self._resent)}
+        self.policy = {} if share is None else counts
 
     def _measure(self, tree: trees.Tree) -> tuple[bool, float]:
         """Decide whether to send patches of the base, and measure the share of changed numbers: of all ranks."""
@@ -238,7 +211,7 @@ class WeightSender:
         store = run_store()
         if self.mesh.rank == 0:
             versions = {name: own.version for name, own in models.items()}
-            write_value(f"{TRANSFERS_KEY}/{number}", TransferNotice(versions, patches))
+            write_value(f"{TRANSFERS_KEY}/{number}", (versions, patches))
             forgotten = number - KEPT_TRANSFERS  # which all ranks have ended
             for name in COUNTS:
                 store.delete_key(_key(forgotten, name))
@@ -252,18 +225,14 @@ class WeightSender:
             if not name:
                 sent = sent_bytes(own.plan)[self.mesh.process]
         total = self._add_up({"sent": sent})["sent"]
-        ended = ended_key(number)
+        ended = _key(number, "ended")
         self._await(lambda: store.add(ended, 0) >= self.receivers, "the generators to receive weights")
         self._next += 1
         return total
 
     def _await(self, look: Callable[[], bool], text: str) -> None:
         """Wait until `look` is true. Raises: MeshError: for too long."""
-        pauses = Pauses(self.mesh.world)
-        limit = ProgressLimit(limit_of(self.mesh), text)
-        while not look():
-            pauses.sleep()
-            limit.check()
+        wait_until(look, self.mesh.world, ProgressLimit(self.mesh.timeout, text))
 
 
 class WeightReceiver:
@@ -312,7 +281,7 @@ class WeightReceiver:
         """
         if self._problem is not None:
             raise self._problem
-        if self._arrived is None or run_store().add(ended_key(self._next - 1), 0) < self.mesh.world:
+        if self._arrived is None or run_store().add(_key(self._next - 1, "ended"), 0) < self.mesh.world:
             return None
         return self._arrived
 
@@ -332,23 +301,24 @@ class WeightReceiver:
 
     def _await_next(self) -> bool:
         """Wait for the next transfer, and until there is room for it; False: none follows."""
-        pauses = Pauses(self.mesh.world)
-        store = run_store()
-        while not self._ended.is_set():
-            if self._arrived is None and store.check([f"{TRANSFERS_KEY}/{self._next}"]):
-                return True
-            pauses.sleep()
-        return False
+        key = f"{TRANSFERS_KEY}/{self._next}"
+        self._wait(lambda: self._arrived is None and run_store().check([key]))
+        return not self._ended.is_set()
+
+    def _wait(self, look: Callable[[], bool]) -> None:
+        """Wait until `look` is true, or no transfer follows."""
+        wait_until(lambda: self._ended.is_set() or look(), self.mesh.world)
 
     def _receive_next(self) -> None:
         number = self._next
-        _follow_program(self.mesh.device)  # its loads may still read memory that this transfer reuses
-        notice: TransferNotice = read_value(f"{TRANSFERS_KEY}/{number}")
+        if self.mesh.device.type == "cuda":  # loads of the program may still read memory that this transfer reuses
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        versions, patches = read_value(f"{TRANSFERS_KEY}/{number}")
         arrived = {}
         intact = True
-        for name in notice.versions:
+        for name in versions:
             form = self._further if name else self._form
-            if notice.patches and not name:
+            if patches and not name:
                 tree, intact, _ = reshard_patches(None, form.held(), form.plan, self.mesh, group=self._group)
             else:
                 tree = reshard(None, form.plan, self.mesh, group=self._group)
@@ -358,16 +328,14 @@ class WeightReceiver:
         store = run_store()
         if not intact:
             store.add(_key(number, "lost"), 1)
-        if notice.patches:
+        if patches:
             store.add(_key(number, "patched"), 1)
-            pauses = Pauses(self.mesh.world)
-            while store.add(_key(number, "patched"), 0) < self.mesh.world and not self._ended.is_set():
-                pauses.sleep()
+            self._wait(lambda: store.add(_key(number, "patched"), 0) == self.mesh.world)
             intact = not store.add(_key(number, "lost"), 0)
         self._next += 1
         if intact:
-            self._arrived = WeightDelivery(notice.versions, arrived)
-        store.add(ended_key(number), 1)
+            self._arrived = WeightDelivery(versions, arrived)
+        store.add(_key(number, "ended"), 1)
         beat()
 
 
@@ -386,12 +354,6 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
-
-
-def _follow_program(device: torch.device) -> None:
-    """Make this thread's kernels wait for those of the program so far, which may have written weights."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -55,7 +55,7 @@ class RemoteDigests(NamedTuple):
       weights: the engine's.
       own_N2: of each weight of `weights`, the digests of the trainer's first copies and of all its copies.
       engine: waits for the digests of the engine's ranks. Collective.
-      held: whether the engine's ranks hold that version. Collective.
+      ready: whether the engine's ranks hold that version. Collective.
     """
 
     version: int
@@ -64,11 +64,7 @@ class RemoteDigests(NamedTuple):
     weights: WeightSpec
     own_N2: Tensor
     engine: Callable[[], EngineDigests]
-    held: Callable[[], bool]
-
-    def ready(self) -> bool:
-        """True if the engine's ranks hold the weights. Collective."""
-        return self.held()
+    ready: Callable[[], bool]
 
     def compare(self) -> bool:
         """Wait for the digests of both sides and compare them. Collective.

@@ -131,7 +131,7 @@ class RemoteEngine:
         def held() -> bool:
             return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)
 
-        return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, held=held)
+        return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, ready=held)
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of the engine's first replica. Collective over the trainer ranks."""

@@ -12,31 +12,273 @@ episodes; each trajectory samples a limited number of new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from funrl import trees
+from funrl.data.order import take_next
+from funrl.data.prompts import Example
+from funrl.environments.resumable import CompletionEnvironment, GroupRecord, GroupRun, ResumableEpisodes, Round
+from funrl.environments.run import EpisodeGroup, EpisodeRun
+from funrl.mesh import collectives
 from funrl.rollout.engine import onload_engine
-from funrl.trainer.partial_rollouts.groups import BegunGroups, NewPrompts, PartialWriter
-from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.sources.group_rows import first_samples
+from funrl.rollout.episode_replay import completion_of
+from funrl.rollout.episodes import Episode
+from funrl.rollout.policy import EpisodeLimits, PolicySetup
+from funrl.rollout.sampling import request_seed
+from funrl.seeds import derived_seed
+from funrl.trainer.sources.episode_rows import policy_setup
+from funrl.trainer.sources.generation import (
+    LONGEST_REMARK,
+    CompletionRun,
+    generating_ranks,
+    pending_rewards,
+    settle_proof,
+)
+from funrl.trainer.sources.group_rows import first_samples, join_samples, rescored
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.prompts import StepChoice, prompt_source, rows_of_choice
-from funrl.trainer.sources.selection import (
-    SampledPrompts,
-    SamplingRound,
-    chosen_of_step,
-    filtered_round,
-    first_chosen,
-    join_chosen,
-)
-from funrl.trainer.sources.source import Generation, Source, StepRows, StoredState
+from funrl.trainer.sources.selection import SamplingRound, chosen_of_step, filtered_round, first_chosen, join_chosen
+from funrl.trainer.sources.source import Generation, SampledPrompts, Source, StepRows, StoredState
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, on_cpu, with_stale
 from funrl.trainer.storage.row_shards import HeldRows
 
 NEW = "partial/new_prompts"  # metric: prompts begun in a step
+GROUP_COLUMNS = ("places", "seeds", "owner", "waiting", "steps")  # of a checkpoint, as the fields of `BegunGroup`
+UNFILTERED_BATCHES = 2  # begun in a step, for episodes that continue or fail: most are far shorter than the longest
+COMPLETION_LIMITS = EpisodeLimits(turns=1, environment_s=math.inf, retries=0, waiting=sys.maxsize)
+
+
+class BegunGroup(NamedTuple):
+    """A group that was begun and is not trained on yet.
+
+    Attributes:
+      place: position of its prompt in the order of the prompts.
+      seeds: of its samples.
+      owner: its replica, as an index over the row axes of the generate mesh.
+      waiting: samples that have not ended.
+      steps: number of steps in which it was written.
+      record: of its samples, on its replica.
+    """
+
+    place: int
+    seeds: Sequence[int]
+    owner: int
+    waiting: int
+    steps: int
+    record: GroupRecord | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BegunGroups:
+    """Groups that were begun and are not trained on yet; an immutable value.
+
+    Attributes:
+      groups: in the order of the prompts.
+      restarted: episodes begun anew in this step, since their environments differed from their records.
+    """
+
+    groups: Sequence[BegunGroup] = ()
+    restarted: int = 0
+
+
+class NewPrompts(NamedTuple):
+    """Prompts to begin.
+
+    Attributes:
+      begin: next position in the order of the prompts.
+      count: how many to begin.
+      weights: sampling weights of the prompts in this step; see `take_next`.
+    """
+
+    begin: int
+    count: int = 0
+    weights: np.ndarray | None = None
+
+
+class PartialWriter:
+    """Writer of groups over several steps. Its methods are collective.
+
+    Episodes wait for their next tokens with their environments alive. A completion is an episode of one reply.
+
+    Attributes:
+      most_steps: bound on the steps that a trajectory takes.
+      most_new: bound on the groups begun in a step; None: as many as a batch needs.
+    """
+
+    def __init__(self, generation: Generation, tokens: int, clock: Clock, show: Show):
+        """Make it.
+
+        Args:
+          generation: of the source.
+          tokens: bound on the new tokens of a completion, or of a trajectory, in a step.
+          clock: times the phases.
+          show: receives remarks.
+        """
+        selection = generation.selection
+        sampling = generation.sampling
+        setup = generation.episodes
+        self.generation = generation._replace(form=generation.form._replace(versions=True, choices=0))
+        self.tokens = tokens
+        self.clock = clock
+        self.show = show
+        self.samples = sampling.samples
+        self.mesh = generation.engine.mesh
+        self.index = int(self.mesh.index(self.mesh.row_axes))
+        longest = sampling.max_new_tokens
+        self.most_new = generation.schedule.batch * selection.max_refills if selection.filter else None
+        self.most_steps = -(-longest // tokens)
+        self._examples: dict[int, Example] = {}  # by position in the order
+        self._pending = None
+        if setup is None:
+            self._pending = pending_rewards(generation.engine, self._examples, self.samples)
+            limits = COMPLETION_LIMITS._replace(fixed=generation.engine.queue == "fixed")
+            self._episodes = ResumableEpisodes(CompletionEnvironment(), PolicySetup(sampling), limits, self._reward)
+            return
+        limits = setup.limits
+        bounds = (limits.turns * longest, limits.tokens, limits.length)
+        self.most_steps = -(-min(bound for bound in bounds if bound) // tokens)
+        self.most_new = self.most_new or generation.schedule.batch * UNFILTERED_BATCHES
+        self._episodes = ResumableEpisodes(setup.environment, policy_setup(setup, sampling), limits)
+
+    def write(
+        self, held: BegunGroups, places: Collection[int], new: NewPrompts, tokens: int | None
+    ) -> tuple[BegunGroups, int]:
+        """Continue some groups and begin some; return all, and the next position in the order of the prompts.
+
+        A group that was begun as many steps ago as the longest trajectory takes is run to its end, so that its oldest
+        token is never older, however many trajectories its episodes have.
+
+        Args:
+          held: begun groups.
+          places: groups whose unfinished samples to continue.
+          new: prompts to begin.
+          tokens: bound on the new tokens of each sample; None: write to its end.
+        """
+        if not places and not new.count:
+            return held, new.begin
+        schedule = self.generation.schedule
+        taken = take_next(schedule.prompts, new.count, schedule.seed, position=new.begin, weights=new.weights)
+        noise = derived_seed(schedule.seed, new.begin)
+        seeds = [[request_seed(noise, n * self.samples + i) for i in range(self.samples)] for n in range(new.count)]
+        begun = [BegunGroup(*group, -1, self.samples, 0) for group in zip(taken.positions.tolist(), seeds, strict=True)]
+        continued = [group._replace(steps=group.steps + (group.place in places)) for group in held.groups]
+        groups = [*continued, *(group._replace(steps=1) for group in begun)]
+        examples = schedule.examples_at([group.place for group in groups])
+        self._examples.clear()
+        self._examples.update({group.place: example for group, example in zip(groups, examples, strict=True)})
+        if self._pending is not None:
+            self._pending.keep(self._examples)
+        own = [
+            (self._episodes_of(group), group.record, None if group.steps >= self.most_steps else tokens)
+            for group in continued
+            if group.place in places and group.record is not None
+        ]
+        engine = self.generation.engine
+        with self.clock.phase("generate"), settle_proof(engine.proof):
+            run = self._episodes.continue_groups(
+                engine.engine, self.mesh, Round([self._episodes_of(group) for group in begun], own, tokens)
+            )
+        return self._joined(groups, run, held.restarted), taken.end
+
+    def examine(self, groups: Sequence[BegunGroup]) -> SampledPrompts:
+        """Finished groups with all rewards, at their positions in the order of the prompts."""
+        generation = self.generation
+        places = np.array([group.place for group in groups])
+        examples = generation.schedule.examples_at(places)
+        own = [
+            (number * self.samples + n, group.place * self.samples + n, episode)
+            for number, group in enumerate(groups)
+            if group.record is not None
+            for n, episode in enumerate(group.record.ended)
+        ]
+        run = EpisodeRun([(number, episode) for number, _, episode in own], ())
+        if generation.episodes is None:
+            for _, at_run, episode in own:  # such as those of a checkpoint
+                self._reward(at_run, episode)
+            completions = [completion_of(x.ends[0].leaf)._replace(number=number) for number, _, x in own]
+            run = CompletionRun(completions, self._pending, time.perf_counter(), [at_run for _, at_run, _ in own])
+        with self.clock.phase("generate"):
+            done, rows = join_samples(generation, run, examples, generation.sampling)
+        if done.reward_s:
+            self.clock.move(done.reward_s, "generate", "reward")
+        return SampledPrompts(examples, places, done, rescored(generation, rows, examples))
+
+    def saved(self, held: BegunGroups, largest: Callable[[int], int]) -> dict[str, trees.Tree]:
+        """Begun groups as a checkpoint stores them, with records of one width on all ranks; see `StoredState`."""
+        groups = held.groups
+        columns = {
+            name: torch.tensor([group[n] for group in groups], dtype=torch.int64)
+            for n, name in enumerate(GROUP_COLUMNS)
+        }
+        columns["seeds"] = columns["seeds"].reshape(-1, self.samples)
+        texts = [np.frombuffer(group.record.text.encode(), np.uint8) for group in groups if group.record is not None]
+        stored = np.zeros((len(texts), largest(max(map(len, texts), default=0))), np.uint8)
+        for row, text in zip(stored, texts, strict=True):
+            row[: len(text)] = text
+        return {**columns, "records": torch.from_numpy(stored)}
+
+    def restored(self, tree: dict[str, trees.Tree]) -> BegunGroups:
+        """The begun groups of such a tree."""
+        columns = [tree[name].tolist() for name in GROUP_COLUMNS]
+        groups = [BegunGroup(*values) for values in zip(*columns, strict=True)]
+        texts = (bytes(row.numpy()).rstrip(b"\0").decode() for row in tree["records"].cpu())
+        return BegunGroups(
+            [
+                group._replace(record=GroupRecord.from_text(group.place * self.samples, next(texts)))
+                if group.owner == self.index
+                else group
+                for group in groups
+            ]
+        )
+
+    def close(self) -> None:
+        """End all episodes and their environments."""
+        self._episodes.close()
+
+    def _reward(self, number: int, episode: Episode) -> None:
+        """Begin to reward a completion that has ended, unless that is done."""
+        if self._pending is not None:
+            self._pending.add(completion_of(episode.ends[0].leaf)._replace(number=number))
+
+    def _episodes_of(self, group: BegunGroup) -> EpisodeGroup:
+        return EpisodeGroup(self._examples[group.place], group.place * self.samples, group.seeds)
+
+    def _joined(self, groups: Sequence[BegunGroup], run: GroupRun, restarted: int) -> BegunGroups:
+        """All groups after the replicas have run some.
+
+        Args:
+          groups: before that.
+          run: of this replica.
+          restarted: episodes begun anew in this step before.
+        """
+        records = {record.first // self.samples: record for record in run.records}
+        table = torch.zeros(1 + len(groups), 3, dtype=torch.int64)
+        table[0, 0] = len(run.problems)
+        for number, group in enumerate(groups, 1):
+            if group.place in records:
+                table[number] = torch.tensor([1, self.index, records[group.place].waiting])
+        (anew, _, _), *facts = collectives.psum(table.to(self.mesh.device), self.mesh, self.mesh.row_axes).tolist()
+        if anew:
+            problems = collectives.gather_objects("".join(run.problems[:1]), self.mesh)
+            self.show.note(
+                f"{anew} episodes begin anew, as their environments did not repeat what a checkpoint has of them, such "
+                f"as: {next(filter(None, problems))[:LONGEST_REMARK]}; let the environment draw from the seed that it "
+                "gets"
+            )
+        joined = [
+            group._replace(owner=owner, waiting=waiting, record=records.get(group.place)) if ran else group
+            for group, (ran, owner, waiting) in zip(groups, facts, strict=True)
+        ]
+        return BegunGroups(joined, restarted + anew)
 
 
 def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show) -> Source:

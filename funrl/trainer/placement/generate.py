@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -71,8 +71,8 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import Share, WrittenSamples, write_group
-from funrl.trainer.sources.heldout import HeldoutWriter, heldout_metrics
+from funrl.trainer.sources.group_rows import SampleWriter, Share, WrittenSamples, write_group
+from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -82,6 +82,8 @@ from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of,
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
+
+_T = TypeVar("_T")
 
 
 class ShowBuffer:
@@ -144,27 +146,16 @@ class ReplicaStep(NamedTuple):
       request: take a request of the trainer ranks.
       weights: take weights that have arrived.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
-      ended: note that this replica's part of an evaluation has ended.
     """
 
     request: bool = False
     weights: bool = False
-    ended: bool = False
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
 
-class GroupResult(NamedTuple):
-    """A group that has ended.
-
-    Attributes:
-      work: the group, with the prompt that it has at the end.
-      parts: its samples; and its greedy completion or episode, if it has one.
-      dropped: the prompts before it in this place.
-    """
-
-    work: GroupWork
-    parts: Sequence[WrittenSamples]
-    dropped: Sequence[DroppedPrompt]
+# A group with the prompt that it has at the end, its samples, its greedy completion or episode if it has one, and the
+# prompts before it in this place.
+GroupResult = tuple[GroupWork, Sequence[WrittenSamples], Sequence[DroppedPrompt]]
 
 
 class GroupWriter:
@@ -175,7 +166,6 @@ class GroupWriter:
       engine: of this rank.
       mesh: to generate on.
       logged: episodes of groups, the newest batch included, by the groups' numbers.
-      evaluates: whether an evaluation runs beside the groups, until whose end the engine keeps its weights.
     """
 
     def __init__(
@@ -203,9 +193,10 @@ class GroupWriter:
         self.engine = generation.engine.engine
         self.resident = ResidentEngine(self.engine) if mesh.index("tensor") == 0 else None
         self._replicas = mesh.size(mesh.row_axes)
+        self._notes: list[str] = []
         self._alone = Mesh(device=mesh.device, timeout=mesh.timeout)
         self._generation = generation._replace(
-            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
+            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._notes.append)
         )
         self._receiver = receiver
         self._generator = generator
@@ -215,8 +206,8 @@ class GroupWriter:
         self._scored = bool(scorers_of(job.settings))  # models on the trainer ranks score completions
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         self._loop = asyncio.new_event_loop()
-        self.evaluates = False
-        self._heldout: HeldoutWriter | None = None
+        self._heldout: SampleWriter | None = None
+        self._heldout_step = 0
         self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
         self._unscored: list[tuple[Rollout, Rows]] = []  # completions of an evaluation that models score
         self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
@@ -229,14 +220,11 @@ class GroupWriter:
         self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
         self._idle_since: float | None = None
         self._waited_s = 0.0
-        self._notes: list[str] = []
 
     @property
-    def leader(self) -> ResidentEngine:
-        """The engine as coroutines see it. Raises: RuntimeError, this is not the replica's first tensor rank."""
-        if self.resident is None:
-            raise RuntimeError("only the first tensor rank of a replica writes groups")
-        return self.resident
+    def evaluates(self) -> bool:
+        """True on the first tensor rank while an evaluation is written; the engine keeps its weights until its end."""
+        return self._evaluation is not None and not self._evaluation.done()
 
     def turn(self, answers: Answers | None) -> ReplicaStep:
         """The next thing to do. Collective over "tensor".
@@ -255,8 +243,6 @@ class GroupWriter:
             self._held[number] = rows_of(batch, mesh=self._alone)
         if turn.weights:
             self.take()
-        if turn.ended:
-            self.evaluates = False
         if turn.request:
             self._rest_s = 0.0
         return turn
@@ -289,9 +275,8 @@ class GroupWriter:
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
         """
-        while self.evaluates and (self.engine.version or 0) < version:
-            self.turn(None)
-            self.step()
+        if (self.engine.version or 0) < version:
+            self._end_beside(self._evaluation)
         heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
             if from_first(self._receiver.arrived() is not None, self.mesh, "tensor"):
@@ -302,27 +287,35 @@ class GroupWriter:
         heartbeat.left()
         self._tell_version()
 
-    def next_request(self, answers: Answers) -> object:
-        """The next request of the trainer ranks, before which groups are written. Collective."""
-        while not self.turn(answers).request:
-            self.step()
-        return answers.take("a request of the trainer ranks")
+    def serve(self, request: object, answers: Answers) -> None:
+        """Answer a request. Collective."""
+        if isinstance(request, LoadRequest):
+            answers.answer(None)
+            self.load(request)
+        elif isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest):
+            self.take_version(request.version)
+            if isinstance(request, DigestsRequest):
+                answers.answer(engine_digests(self._generator.whole if request.base else self._generator.engine))
+            elif isinstance(request, GreedyRequest):
+                answers.answer(self._greedy(request))
+            else:
+                answers.answer(self._begin_evaluation(request))
+        else:
+            value = problem = None
+            try:
+                value = self._value(request)
+            except RewardError as error:  # on every rank of the mesh
+                problem = str(error)
+            answers.answer(PoolAnswer(value, tuple(self.show.take().notes), problem))
 
-    def answer(self, request: object) -> object:
-        """The value of the answer to a request. Collective. Raises: RewardError."""
+    def _value(self, request: object) -> object:
+        """The value of a `PoolAnswer`. Collective. Raises: RewardError."""
         if isinstance(request, SendGroupsRequest):
             return self._send(request)
         if isinstance(request, EpisodesRequest):
             return write_logged(request, self.logged, self.mesh)
-        if isinstance(request, EndEvaluationRequest | ScoresRequest):
-            return self._end_evaluation(request)
-        assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
-        self.take_version(request.version)
-        if isinstance(request, DigestsRequest):
-            return engine_digests(self._generator.whole if request.base else self._generator.engine)
-        if isinstance(request, GreedyRequest):
-            return self._greedy(request)
-        return self._begin_evaluation(request)
+        assert isinstance(request, EndEvaluationRequest | ScoresRequest)
+        return self._end_evaluation(request)
 
     def load(self, request: LoadRequest) -> None:
         """Take the first weights of an engine. Collective."""
@@ -338,10 +331,18 @@ class GroupWriter:
         with heartbeat.phase("reshard"):
             engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
 
+    def _end_beside(self, task: asyncio.Task[_T] | None) -> _T | None:
+        """Write groups until a task of the first tensor rank has ended; its result there. Collective over "tensor"."""
+        while not from_first(task is None or task.done(), self.mesh, "tensor"):
+            self.turn(None)
+            self.step()
+        return None if task is None else task.result()
+
     def _begin_evaluation(self, request: BeginEvaluationRequest) -> None:
         """Begin to write this replica's part of an evaluation."""
-        self._heldout = HeldoutWriter(self.generation, request.step)
-        self.evaluates = True
+        heldout, sampling, _, seed, _ = self.generation.evaluation
+        self._heldout = SampleWriter(for_heldout(self.generation), heldout, sampling, seed)
+        self._heldout_step = request.step
         if self.resident is not None:
             self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
 
@@ -350,30 +351,24 @@ class GroupWriter:
         heldout = self._heldout
         if heldout is None:
             raise RuntimeError("no evaluation has begun")
-        while self.evaluates:
-            self.turn(None)
-            self.step()
         if isinstance(request, ScoresRequest):
             self._held.pop(HELDOUT, None)
             done, rows = self._unscored.pop()
             rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
         else:
-            done, rows = heldout.join(None if self._evaluation is None else self._evaluation.result())
+            done, rows = heldout.join(self._end_beside(self._evaluation))
             if self._scored:
                 self._unscored.append((done, rows))
                 self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
                 return written_rows(done, rows)
-        metrics = heldout_metrics(heldout.generation, done, rows, self.show, heldout.step)
+        metrics = heldout_metrics(heldout.generation, done, rows, self.show, self._heldout_step)
         return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
 
     def _greedy(self, request: GreedyRequest) -> Greedy:
         """Greedy completions of the first replica, beside the groups; no newer weights arrive meanwhile."""
         requests = greedy_requests(request.prompts, request.new_tokens)
         task = None if self.resident is None else self._loop.create_task(self.resident.ask_all(requests))
-        while not from_first(task is not None and task.done(), self.mesh, "tensor"):
-            self.turn(None)
-            self.step()
-        done = from_first(None if task is None else task.result(), self.mesh, "tensor")
+        done = from_first(self._end_beside(task), self.mesh, "tensor")
         return compared_greedy(greedy_of(done, self.mesh.device), self.mesh)
 
     def _send(self, request: SendGroupsRequest) -> None:
@@ -393,16 +388,15 @@ class GroupWriter:
     def close(self) -> None:
         """End all groups."""
         evaluation = [] if self._evaluation is None else [self._evaluation]
-        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *evaluation]))
+        tasks = [*self._tasks.values(), *evaluation]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
-
-    def _note(self, text: str) -> None:
-        self._notes.append(text)
 
     def _decide(self, answers: Answers | None) -> ReplicaStep | None:
         rows = self._deliver_ended()
-        if self.evaluates and self._evaluation is not None and self._evaluation.done():
-            return ReplicaStep(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
             return ReplicaStep(rows=rows) if rows else None
@@ -428,20 +422,17 @@ class GroupWriter:
         """Begin the groups that may begin and for which the engine has room."""
         if self.resident is None or self._reported is None:
             return
-        room = self._room(self.resident)
+        setup = self._generation.episodes
+        is_fixed = self._generation.engine.queue == "fixed" and not self._rule.staleness  # all begin at once
+        room = math.inf if is_fixed else self.resident.room()
+        if setup is not None:
+            room = min(room, setup.limits.waiting - len(self._tasks) * self._requests)
         while (room > 0 or not self._tasks) and (work := self._board.next_group()) is not None:
-            self._tasks[work] = self._loop.create_task(self._write(work))
+            self._tasks[work] = self._loop.create_task(self._write(self.resident, work))
             room -= self._requests
             if work.place is not None:
                 heartbeat.at_step(work.place // self._rule.places + 1)
         self._count_waiting(not self._tasks and not self.evaluates)
-
-    def _room(self, resident: ResidentEngine) -> float:
-        """Number of further requests that may begin: unfinished episodes have a bound, fixed groups begin at once."""
-        setup = self._generation.episodes
-        is_fixed = self._generation.engine.queue == "fixed" and not self._rule.staleness
-        room = math.inf if is_fixed else resident.room()
-        return room if setup is None else min(room, setup.limits.waiting - len(self._tasks) * self._requests)
 
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
@@ -480,10 +471,11 @@ class GroupWriter:
     def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
         waited_s, self._waited_s = self._waited_s, 0.0
-        notes, self._notes = self._notes, []
+        notes = list(self._notes)
+        self._notes.clear()
         return WrittenGroup(self._board.owner, work, None, {}, (), waited_s, notes=notes, problem=problem)
 
-    async def _write(self, work: GroupWork) -> GroupResult:
+    async def _write(self, resident: ResidentEngine, work: GroupWork) -> GroupResult:
         """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
 
         Raises:
@@ -495,14 +487,14 @@ class GroupWriter:
         while True:
             example = generation.schedule.prompts[work.prompt.index]
             split = group_parts(work, generation.sampling)
-            parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
+            parts = await asyncio.gather(*(write_group(generation, resident, example, *part) for part in split))
             self.logged[work.number] = [episode for part in parts for episode in part.episodes]
             done, rows, _ = parts[0]
             replacement = None
             if filters and not filter_samples(generation, rows, 1).any():
                 replacement = self._replace(work)
             if replacement is None:
-                return GroupResult(work, parts, dropped)
+                return work, parts, dropped
             dropped.append(DroppedPrompt(work.prompt.position, failed_rows(rows), done.entries, done.episodes))
             work = replacement
 
@@ -514,13 +506,6 @@ class GroupWriter:
         position = self._board.take_prompt()
         (prompt,) = prompts_at(self._generation.schedule, [position], [position])
         return work._replace(prompt=prompt)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and let them clean up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:
@@ -545,26 +530,10 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     receiver = WeightReceiver(generating, form, whole_form, group)
     writer = GroupWriter(job, generation, generator, training, receiver, show)
     with stops_when_asked(), answers.showing_progress(), receiver.receiving(), contextlib.closing(writer):
-        while not isinstance(request := writer.next_request(answers), End):
-            _serve(writer, request, answers)
-    return request.result
-
-
-def _serve(writer: GroupWriter, request: object, answers: Answers) -> None:
-    """Answer one request. Collective."""
-    if isinstance(request, LoadRequest):
-        answers.answer(None)
-        writer.load(request)
-        return
-    value = problem = None
-    try:
-        value = writer.answer(request)
-    except RewardError as error:  # on every rank of the mesh
-        problem = str(error)
-    if not isinstance(request, PLAIN_REQUESTS):
-        value = PoolAnswer(value, tuple(writer.show.take().notes), problem)
-    answers.answer(value)
-
-
-# Requests whose answers are values without remarks; nobody reads that of the last one.
-PLAIN_REQUESTS = (GreedyRequest, DigestsRequest, BeginEvaluationRequest)
+        while True:
+            while not writer.turn(answers).request:
+                writer.step()
+            request = answers.take("a request of the trainer ranks")
+            if isinstance(request, End):
+                return request.result
+            writer.serve(request, answers)

@@ -29,7 +29,7 @@ from funrl.fields import FIELDS
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import PROGRESS_S, Pauses, ProgressLimit, limit_of
+from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, wait_until
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.mesh.pools.transfer import TransferGroup, WeightSender
 from funrl.processes.heartbeat import beat, entered, left
@@ -61,6 +61,7 @@ from funrl.trainer.placement.messages import (
     join_written,
     joined_rollout,
     joined_rows,
+    origins_of,
     own_fields,
     plain_group,
     prompts_at,
@@ -72,7 +73,7 @@ from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule, as_chos
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import BASELINE_SEED, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, RemoteRows, Source, StepLog, StepRows
+from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, SampledPrompts, Source, StepLog, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
@@ -136,19 +137,21 @@ class CollectedGroups(NamedTuple):
     baselines: JoinedRows | None
 
 
-def collect_groups(groups: Mapping[int, WrittenGroup]) -> CollectedGroups | WrittenGroup:
-    """Join the rows of groups by number; returns the first group that ends the run, if one does."""
-    own: dict[int, WrittenGroup] = {}
+def collect_groups(groups: Mapping[int, WrittenGroup]) -> tuple[list[tuple[Any, ...]], JoinedRows | None, Any]:
+    """The groups as `plain_group` has them, and `CollectedGroups.samples` and `baselines`; None: the groups have none.
+
+    Args:
+      groups: by number; or one that ends the run.
+    """
     samples: list[tuple[int, int, WrittenRows]] = []
     baselines: list[tuple[int, int, WrittenRows]] = []
     for number, group in groups.items():
-        if group.problem is not None or group.written is None:
-            return group
-        samples.append((number, group.generator, group.written))
+        if group.written is not None:
+            samples.append((number, group.generator, group.written))
         if group.baseline is not None:
             baselines.append((baseline_of(number), group.generator, group.baseline))
-        own[number] = without_rows(group)
-    return CollectedGroups(own, join_written(samples), join_written(baselines) if baselines else None)
+    plain = [plain_group(without_rows(group)) for group in groups.values()]
+    return plain, join_written(samples) if samples else None, join_written(baselines) if baselines else None
 
 
 class GroupGenerators:
@@ -312,7 +315,7 @@ class GroupGenerators:
         self.end_step()
         return rows, self.saved(state), chosen | metrics | self.metrics()
 
-    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> SampledPrompts:
         """Rows of as many groups of the batch, once these have ended; see `RemoteGenerators`. Collective.
 
         Unless `early`, they are on the ranks that wrote them. In rounds later calls of a step are for the groups that
@@ -338,9 +341,10 @@ class GroupGenerators:
                 self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         places = np.array([group.work.prompt.index for group in groups.values()])
+        examples = [self._schedule.prompts[place] for place in places.tolist()]
         done = joined_rollout(samples, self.generating, self.mesh.device)
         rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
-        return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
+        return SampledPrompts(examples, places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
     def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
         """Ask for groups of the batch that have not been asked for; returns their numbers on the first rank.
@@ -469,7 +473,7 @@ class GroupGenerators:
         name = f"the generators' evaluation after step {step}"
         answer = self._answer(self.requests.post(EndEvaluationRequest()), name)
         if self._rescore is not None:
-            rows = remote_rows(HELDOUT, answer, self.generating, self.mesh.device)
+            rows = remote_rows(answer, origins_of(HELDOUT, answer.owner), self.generating, self.mesh.device)
             scored = self._rescore(self.moved_early(rows, len(self._heldout)), self._heldout, "eval").batch
             scores = ScoresRequest(scored.score.cpu(), scored.scores.cpu())
             answer = self._answer(self.requests.post(scores), name)
@@ -512,13 +516,7 @@ class GroupGenerators:
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
         sender = self.engine.sender
-        sent = {}
-        if sender is not None and sender.policy is not None:
-            sent = {
-                "sync/sent_bytes": float(sender.policy.sent),
-                "sync/changed_share": sender.policy.changed,
-                "sync/resent": float(sender.resent),
-            }
+        sent = {} if sender is None else {f"sync/{name}": x for name, x in sender.policy.items()}
         if not self.ahead:
             return self._counts | sent
         if sender is not None and sender.sent_s:
@@ -556,7 +554,7 @@ class GroupGenerators:
         unlogged, self._unlogged = self._unlogged, []
         number = self.requests.post(SendGroupsRequest(origins, rows.owner, rows.lengths, to, released, unlogged))
         way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
-        own, _ = receive_rows(*own_fields(rows.batch), way)
+        own = receive_rows(*own_fields(rows.batch), way)
         self._answer(number, "the generators' rows")
         return own
 
@@ -576,28 +574,16 @@ class GroupGenerators:
           RewardError: one has failed.
         """
         begin = time.perf_counter()
-        collected = self._gathered(numbers, f"the generators' rows of step {self.step}")
+        name = f"the generators' rows of step {self.step}"
+        ended = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
+        plain, samples, baselines = from_first_rank(ended and collect_groups(ended), self.mesh)
+        groups = [group_of(values) for values in plain]
         self._waited_s += time.perf_counter() - begin
-        if isinstance(collected, WrittenGroup):
-            for note in collected.notes:
-                self.show.note(note)
-            raise RewardError(collected.problem or "a group has no rows")
-        for group in collected.groups.values():
-            for note in group.notes:
-                self.show.note(note)
-        return collected
-
-    def _gathered(self, numbers: Sequence[int], name: str) -> CollectedGroups | WrittenGroup:
-        """Some groups that have ended, or else those of the next batch; a group that ends the run. Collective."""
-        groups = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
-        collected = groups and collect_groups(groups)
-        if isinstance(collected, CollectedGroups):
-            collected = ([plain_group(group) for group in collected.groups.values()], *collected[1:])
-        collected = from_first_rank(collected, self.mesh)
-        if isinstance(collected, WrittenGroup):
-            return collected
-        plain, *rows = collected
-        return CollectedGroups({group.work.number: group for group in map(group_of, plain)}, *rows)
+        for note in (note for group in groups for note in group.notes):
+            self.show.note(note)
+        if samples is None:
+            raise RewardError(groups[0].problem or "a group has no rows")
+        return CollectedGroups({group.work.number: group for group in groups}, samples, baselines)
 
     def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
         """Wait until `look` gives a result on the first rank; None on the others. Collective.
@@ -608,7 +594,7 @@ class GroupGenerators:
           name: of what is waited for.
         """
         entered(name)
-        limit = ProgressLimit(limit_of(self.mesh), name, WORK_KEY)
+        limit = ProgressLimit(self.mesh.timeout, name, WORK_KEY)
         result = None
         while not from_first_rank(result is not None, self.mesh):
             if self.mesh.rank == 0:
@@ -619,25 +605,16 @@ class GroupGenerators:
 
     def _look(self, look: Callable[[], Any], limit: ProgressLimit) -> Any:
         """The result of `look`; None: it has given none for some seconds."""
-        pauses = Pauses(1)
         end = time.monotonic() + PROGRESS_S
-        while time.monotonic() < end:
-            if self._read_deliveries():
-                pauses = Pauses(1)
-            if (result := look()) is not None:
-                return result
-            pauses.sleep()
-            limit.check()
-        return None
 
-    def _read_deliveries(self) -> int:
-        """Note the groups that have been delivered since the last call; returns their number."""
-        count = 0
-        while self.ledger is not None and (group := self._board.next_delivery()) is not None:
-            self._deliver(self.ledger, group)
-            beat()
-            count += 1
-        return count
+        def results() -> list[Any]:
+            while self.ledger is not None and (group := self._board.next_delivery()) is not None:
+                self._deliver(self.ledger, group)
+                beat()
+            result = look()
+            return [result] if result is not None or time.monotonic() > end else []
+
+        return wait_until(results, 1, limit)[0]
 
     def _complete(self, ledger: Ledger, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
         """Groups by number, or one that ends the run; None: some are not written.

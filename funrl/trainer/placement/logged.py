@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from funrl import trees
 from funrl.data.prompts import Example
-from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
+from funrl.environments.logged import LoggedEnvironment, LoggedEpisode, logged_episode
 from funrl.environments.run import EpisodeRun
 from funrl.kinds import joined_lines
-from funrl.rollout.engine import complete, onload_engine
+from funrl.rollout.engine import Engine, complete, onload_engine
 from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.requests import Completion, Request
@@ -32,17 +32,16 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.messages import GroupPrompt, age_metrics, join_groups, switches_of
 from funrl.trainer.sources.curriculum import as_chosen
-from funrl.trainer.sources.generation import Rollout, pending_rewards
-from funrl.trainer.sources.group_rows import CompletionRun, join_samples
-from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.generation import CompletionRun, Rollout, pending_rewards
+from funrl.trainer.sources.group_rows import join_samples
+from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, RemoteRows, Source
+from funrl.trainer.sources.source import DroppedPrompt, Generation, RemoteGenerators, SampledPrompts, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, with_stale
 
 WEIGHING_METRICS = ("curriculum/", "difficulty/")
-Versions = Callable[[], Mapping[str, int]]
 
 
 class LoggedGroup(NamedTuple):
@@ -117,7 +116,8 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
         groups = record.get("groups")
         if groups is None:
             return None
-        by_step[step] = [_logged_group(*group) for group in groups]
+        logged = (LoggedGroup(*group) for group in groups)
+        by_step[step] = [group._replace(dropped=[DroppedPrompt(*x) for x in group.dropped]) for group in logged]
         drawn = record["metrics"]["drawn"]
         weights[step] = {name: value for name, value in drawn.items() if name.startswith(WEIGHING_METRICS)}
         if "agents" in record:
@@ -125,31 +125,22 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
     return LoggedGroups(by_step, episodes, weights=weights) if by_step else None
 
 
-def _logged_group(*fields: Any) -> LoggedGroup:
-    """A group of the fields that a log has."""
-    group = LoggedGroup(*fields)
-    return group._replace(dropped=[DroppedPrompt(*prompt) for prompt in group.dropped])
+class LoggedWriter(RemoteGenerators):
+    """Writer of the groups of a log with the engine of this rank, which shows and evaluates nothing."""
 
+    refills = True
 
-class LoggedWriter:
-    """A `RemoteGenerators` that writes the groups of a log with the engine of this rank.
-
-    Attributes:
-      refills: as of a `RemoteGenerators`.
-    """
-
-    def __init__(self, generation: Generation, log: LoggedGroups, versions: Versions) -> None:
+    def __init__(self, generation: Generation, log: LoggedGroups, models: Mapping[str, Engine]) -> None:
         """Begin before the first step.
 
         Args:
           generation: as of a source, on this rank's mesh.
           log: of the run.
-          versions: gives those of the models' weights now, by name; "" is the policy.
+          models: engines of the models, by name; "" is the policy.
         """
         self.generation = generation
-        self.versions = versions
+        self._models = models
         self.log = log
-        self.refills = True
         self._left: Sequence[LoggedGroup] = ()  # of the step
         self._batch: Sequence[LoggedGroup] = ()
         self._begun: dict[Hashable, Completion] = {}  # by the keys of their parts
@@ -165,14 +156,15 @@ class LoggedWriter:
         if self.generation.episodes is not None:
             self._environment.forget()
 
-    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> SampledPrompts:
         """Rows of the next groups of the step, as many as these places; see `RemoteGenerators`. Collective."""
         del seed
         self._batch, self._left = self._left[: len(places)], self._left[len(places) :]
         assert len(self._batch) == len(places)
         done, rows = self._written(self._batch, sampling, first=0)
         places = self.generation.schedule.numbers_at(np.array([group.position for group in self._batch]))
-        return RemoteRows(places, done, with_stale(rows, self.generation.engine.engine.version or 0))
+        examples = [self.generation.schedule.prompts[place] for place in places.tolist()]
+        return SampledPrompts(examples, places, done, with_stale(rows, self.generation.engine.engine.version or 0))
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the step; see `RemoteGenerators`."""
@@ -190,11 +182,10 @@ class LoggedWriter:
           sampling: of the samples.
           first: number of the first sample of each group.
         """
-        runs = [self._run_of(group, sampling, first) for group in groups]
-        parts = [
-            join_samples(self.generation, run, [self._example(group.position)], sampling)
-            for group, run in zip(groups, runs, strict=True)
-        ]
+        parts = []
+        for group in groups:
+            run = self._run_of(group, sampling, first)
+            parts.append(join_samples(self.generation, run, [self._example(group.position)], sampling))
         facts = [done._asdict() for done, _ in parts]
         mesh = self.generation.engine.mesh
         return join_groups(facts, [rows for _, rows in parts], mesh, samples=sampling.samples)
@@ -225,17 +216,6 @@ class LoggedWriter:
         """Prompts that were replaced in the run for the step's batch."""
         return [prompt for group in self._batch for prompt in group.dropped]
 
-    def keep(self, prompts: np.ndarray) -> None:
-        """Do nothing: the log has what took the places of others."""
-
-    def samples(self) -> dict[int, ShownSample]:
-        """None: nothing is shown."""
-        return {}
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """No metrics: nothing is evaluated."""
-        return {}
-
     def metrics(self) -> dict[str, float]:
         """Ages of the batch's tokens; it has no times."""
         return age_metrics([dict(group.tokens) for group in self._batch], self.generation.engine.engine.version or 0)
@@ -262,7 +242,8 @@ class LoggedWriter:
 
     def _sample(self) -> None:
         """Sample all tokens of this replica's groups that the present weights sampled."""
-        parts = [part for held in self.versions().items() for part in self._parts.pop(held, [])]
+        held = [(name, engine.version or 0) for name, engine in self._models.items()]
+        parts = [part for key in held for part in self._parts.pop(key, [])]
         requests = [
             self._request(part)._replace(number=number, begun=self._begun.get(part.key), most=part.tokens)
             for number, part in enumerate(parts)
@@ -287,14 +268,7 @@ class LoggedWriter:
 
     def _logged_episode(self, group: LoggedGroup, sample: int) -> LoggedEpisode:
         """The episode of a sample. Raises: MissingEpisodeError."""
-        seed = self._seed(group, sample)
-        logged = self.log.episodes.get(seed)
-        if logged is None:
-            raise MissingEpisodeError(
-                f"the log has no episode of the prompt {self._example(group.position).text!r:.{PROMPT_CHARACTERS}} "
-                f"with the seed {seed}: it is of another run, or prompts or --seed are not as they were"
-            )
-        return logged
+        return logged_episode(self.log.episodes, self._seed(group, sample), self._example(group.position))
 
     def _is_own(self, group: LoggedGroup) -> bool:
         mesh = self.generation.engine.mesh
@@ -319,12 +293,8 @@ def logged_source(
     if setup is not None:
         setup = setup._replace(form=setup.form._replace(versions=True))
     generation = generation._replace(episodes=setup, form=generation.form._replace(versions=True))
-    generator = parts.generator
-
-    def versions() -> dict[str, int]:
-        return {name: engine.version or 0 for name, engine in {"": generator.engine, **generator.further}.items()}
-
-    writer = LoggedWriter(generation, log, versions)
+    models = {"": parts.generator.engine, **parts.generator.further}
+    writer = LoggedWriter(generation, log, models)
     source = prompt_source(generation._replace(remote=writer, schedule=as_chosen(generation.schedule)), clock, show)
 
     @onload_engine(parts.generator.serving)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import episode_units, units_of
-from funrl.batch import FIELDS, Batch, as_dict, declare, kind_of, schema_of
+from funrl.algos.advantages.units import episode_units
+from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
 from funrl.kinds import FieldKind, Value, line_places
 from funrl.mesh.mesh import Mesh
@@ -222,7 +222,7 @@ class GroupFields(NamedTuple):
 
 
 def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
-    """Add the facts of what was written to a group.
+    """Add the facts of what was written to a group, and its first sample if its step shows it.
 
     Args:
       generation: of the replica.
@@ -234,23 +234,17 @@ def describe_group(generation: Generation, written: Sequence[WrittenSamples], gr
     if len(written) > 1:
         group = group._replace(baseline=written_rows(written[1].done, written[1].rows))
         switches = [*switches, *versions_of(written[1].rows)[1]]
-    shown = _shown(generation, group.work, done, rows)
-    own = written_rows(done, rows)
-    return group._replace(written=own, tokens=tokens, switches=switches, shown=shown)
-
-
-def _shown(generation: Generation, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
-    """The first sample of a group, if its step shows samples and it is among the first."""
-    if work.place is None:
-        return []
-    batch, place = divmod(work.place, generation.schedule.batch)
+    group = group._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+    if group.work.place is None:
+        return group
+    batch, place = divmod(group.work.place, generation.schedule.batch)
     if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
-        return []
+        return group
     decode = generation.engine.decode
-    samples = generation.sampling.samples
     names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
-    example = generation.schedule.prompts[work.prompt.index]
-    return shown_samples(done, rows, [example], samples, decode=decode, names=names)
+    example = generation.schedule.prompts[group.work.prompt.index]
+    shown = shown_samples(done, rows, [example], generation.sampling.samples, decode=decode, names=names)
+    return group._replace(shown=shown)
 
 
 def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
@@ -274,13 +268,6 @@ def own_fields(batch: Batch) -> tuple[dict[str, Value], dict[str, FieldKind]]:
     fields = as_dict(batch)
     kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(batch, name)).everywhere}
     return {name: fields[name] for name in kinds}, kinds
-
-
-def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
-    """The batch of a rank that has none of the rows."""
-    schema = FIELDS | written.further if written.further else FIELDS
-    empty = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
-    return Batch(schema, **{name: torch.as_tensor(x).to(device) for name, x in written.fields.items()}, **empty)
 
 
 def origins_of(number: int, owner: np.ndarray) -> np.ndarray:
@@ -359,16 +346,25 @@ def join_written(written: Sequence[tuple[int, int, WrittenRows]]) -> JoinedRows:
     """
     numbers, generators, parts = zip(*written, strict=True)
     first = parts[0]
-    rollout: dict[str, Any] = {}
-    for name, value in first.rollout.items():
-        values = [part.rollout[name] for part in parts]
-        if name in ("entries", "episodes"):
-            value = add_totals(*values)
-        rollout[name] = np.concatenate(values) if isinstance(value, np.ndarray) else value
+    rollout = joined_facts([part.rollout for part in parts])
     fields = {name: np.concatenate([part.fields[name] for part in parts]) for name in first.fields}
     owner = np.repeat(generators, counts := np.array([len(part.owner) for part in parts]))
     joined = WrittenRows(rollout, owner, fields, first.lines, first.further)
     return JoinedRows(np.array(numbers), np.array(generators), counts, joined)
+
+
+def joined_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join fields of the `Rollout` of groups, one group after the other; sums are taken in this order."""
+
+    def joined(name: str) -> Any:
+        values = [of_group[name] for of_group in facts]
+        if name in ("entries", "episodes"):
+            return add_totals(*values)
+        if isinstance(values[0], Tensor):
+            return torch.cat(values)
+        return np.concatenate(values) if isinstance(values[0], np.ndarray) else values[0]
+
+    return {name: joined(name) for name in facts[0]}
 
 
 def joined_rollout(joined: JoinedRows, mesh: Mesh, device: torch.device) -> Rollout:
@@ -392,38 +388,48 @@ def joined_rows(joined: JoinedRows, mesh: Mesh, device: torch.device, samples: i
       joined, mesh, device: as of `joined_rollout`.
       samples: of a group.
     """
-    written = joined.written
-    batch = declare(blank_batch(written, device), ORIGIN)
     begins = np.cumsum(joined.counts) - joined.counts
-    places = np.repeat(np.arange(len(joined.numbers)), joined.counts)
-    origins = (joined.numbers[places] << 32) + np.arange(len(places)) - begins[places]
-    group_B = torch.from_numpy(places).to(device)
-    batch = batch._replace(origin=torch.from_numpy(origins).to(device), group=group_B)
-    episode_B = batch.get("episode")
-    if episode_B is not None:
-        batch = batch._replace(episode=episode_B + group_B * samples)
-        batch = batch._replace(unit=episode_units(batch).index)
-    return rows_of(batch, written.owner, mesh)
+    group_B = np.repeat(np.arange(len(joined.numbers)), joined.counts)
+    origins = (joined.numbers[group_B] << 32) + np.arange(len(group_B)) - begins[group_B]
+    rows = remote_rows(joined.written, origins, mesh, device)
+    return in_batch(rows, torch.from_numpy(group_B).to(device), samples)
 
 
-def remote_rows(number: int, written: WrittenRows, mesh: Mesh, device: torch.device) -> Rows:
+def remote_rows(written: WrittenRows, origins: np.ndarray, mesh: Mesh, device: torch.device) -> Rows:
     """Rows that other ranks have.
 
     Args:
-      number: under which each rank keeps its own.
       written: facts of the rows.
+      origins: [B] as of a `SendGroupsRequest`.
       mesh: of the ranks that have them.
       device: of this rank.
     """
-    batch = declare(blank_batch(written, device), ORIGIN)
-    origins = torch.from_numpy(origins_of(number, written.owner)).to(device)
-    return rows_of(batch._replace(origin=origins), written.owner, mesh)
+    schema = (FIELDS | written.further).extended(ORIGIN)
+    blank = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
+    known = {name: torch.as_tensor(x).to(device) for name, x in {**written.fields, "origin": origins}.items()}
+    return rows_of(Batch(schema, **known, **blank), written.owner, mesh)
+
+
+def in_batch(rows: Rows, group_B: Tensor, samples: int) -> Rows:
+    """Rows of groups with the numbers of their groups and episodes in a batch.
+
+    Args:
+      rows: whose groups and episodes are numbered from 0 in each group.
+      group_B: number of each row's group.
+      samples: of a group.
+    """
+    rows = rows.with_fields(group=group_B)
+    episode_B = rows.batch.get("episode")
+    if episode_B is None:
+        return rows
+    rows = rows.with_fields(episode=episode_B + group_B * samples)
+    return rows.with_fields(unit=episode_units(rows.batch).index)
 
 
 def join_groups(
     facts: Sequence[Mapping[str, Any]], parts: Sequence[Rows], mesh: Mesh, *, samples: int
 ) -> tuple[Rollout, Rows]:
-    """The groups of a batch as one rollout, and their rows; sums are taken in the order of the groups.
+    """The groups of a batch as one rollout, and their rows.
 
     Args:
       facts: fields of the `Rollout` of each group, in the order of the batch.
@@ -431,32 +437,10 @@ def join_groups(
       mesh: on which they were written.
       samples: of a group.
     """
-    placed = []
-    for place, rows in enumerate(parts):
-        fields = {"group": torch.full_like(rows.batch.group, place)}
-        episode_B = rows.batch.get("episode")
-        if episode_B is not None:
-            fields["episode"] = episode_B + place * samples
-        placed.append(rows.with_fields(**fields))
-    rows = join_rows(placed)
-    units = units_of(rows.batch)
-    if units is not None:
-        rows = rows.with_fields(unit=units.index)
-    columns = {name: [of_group[name] for of_group in facts] for name in facts[0]}
-    done = Rollout(
-        completions=(),
-        lengths=torch.cat(columns["lengths"]),
-        finished=torch.cat(columns["finished"]),
-        score=torch.cat(columns["score"]),
-        scores=torch.cat(columns["scores"]),
-        owner=np.concatenate(columns["owner"]),
-        mesh=mesh,
-        dtype=columns["dtype"][0],
-        failed=None if columns["failed"][0] is None else torch.cat(columns["failed"]),
-        entries=add_totals(*columns["entries"]),
-        episodes=add_totals(*columns["episodes"]),
-    )
-    return done, rows
+    rows = join_rows(parts)
+    group_B = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part.owner) for part in parts]))
+    done = Rollout(**{**joined_facts(facts), "completions": (), "mesh": mesh, "reward_s": 0.0})
+    return done, in_batch(rows, group_B.to(rows.batch.group.device), samples)
 
 
 def age_metrics(groups: Sequence[Mapping[int, int]], newest: int) -> dict[str, float]:
@@ -552,7 +536,7 @@ class ScoresRequest(NamedTuple):
 
 
 class PoolAnswer(NamedTuple):
-    """Answer to a request that is not among `PLAIN_REQUESTS`.
+    """Answer to a request whose answer may come with remarks, or end the run.
 
     Attributes:
       value: as the request says; None where there is a problem.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from funrl import trees
 from funrl.batch import Batch, as_dict
@@ -33,7 +33,6 @@ from funrl.trainer.placement.generate import ShowBuffer, serve_requests
 from funrl.trainer.placement.groups import placed_source, sending_client
 from funrl.trainer.placement.ray_generators import RayGenerators
 from funrl.trainer.settings.settings import scoring_budget
-from funrl.trainer.sources.completion_scores import Scorer
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.startup import MakeSource
 from funrl.trainer.steps.parts import Parts
@@ -79,50 +78,6 @@ def run_rank(
     return outcome
 
 
-class RoleService(NamedTuple):
-    """A role, as its ranks see it.
-
-    Attributes:
-      name: of the role.
-      compute: gives the rows with its fields, on the mesh of `answers`.
-      schema: declarations of the fields of the rows.
-      answers: to requests of the trainer ranks.
-      training: mesh of the trainer ranks.
-      show: receives remarks that go to them.
-    """
-
-    name: str
-    compute: Scorer
-    schema: Schema
-    answers: Answers
-    training: Mesh
-    show: ShowBuffer
-
-    def answer(self, request: RowsRequest) -> None:
-        """Receive rows, compute fields, and send them back. Collective over the ranks of the role."""
-        if request.step:
-            heartbeat.at_step(request.step)
-        mesh = self.answers.mesh
-        kinds = row_field_kinds(self.schema, request.lines)
-        way = Handover(request.lengths, request.owner, request.to, source=self.training, target=mesh)
-        given, _ = receive_rows(blank_fields(request.lines, kinds, mesh.device), kinds, way)
-        given |= {name: x.to(mesh.device) for name, x in request.known.items()}
-        rows = rows_of(Batch(self.schema, **given), request.to, mesh)
-        try:
-            with heartbeat.phase(f"score_{self.name}"):
-                rows = self.compute(rows, request.examples)
-        except RewardError as error:  # on every rank of the role
-            self.answers.answer(RowsAnswer(rows.owner, {}, {}, self.show.take().notes, str(error)))
-            return
-        fields = {name: x for name, x in as_dict(rows.batch).items() if name not in given}
-        known = {name: x.cpu() for name, x in fields.items() if self.schema[name].kind.everywhere}
-        fields = {name: x for name, x in fields.items() if name not in known}
-        kinds = row_field_kinds(self.schema, fields)
-        self.answers.answer(RowsAnswer(rows.owner, known, line_forms(fields, kinds), self.show.take().notes))
-        if fields:
-            send_rows(fields, kinds, Handover(request.lengths, rows.owner, request.owner, mesh, self.training))
-
-
 def serve_role(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
     """Compute fields of the trainer ranks' rows until they have ended; returns `End.result`.
 
@@ -142,11 +97,36 @@ def serve_role(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
             scorer = RemoteScorer(name, parts.roles[name], training, scoring_budget(job.settings))
             owned = scorer.owned
             compute = functools.partial(_with_scores, scorer, _first_weights(job, parts, scorer))
-    service = RoleService(name, compute, job.algorithm.schema.extended(owned), Answers(own, name), training, show)
-    with stops_when_asked(), service.answers.showing_progress():
-        while not isinstance(request := service.answers.take("rows to score"), End):
-            service.answer(request)
+    schema = job.algorithm.schema.extended(owned)
+    answers = Answers(own, name)
+    with stops_when_asked(), answers.showing_progress():
+        while not isinstance(request := answers.take("rows to score"), End):
+            if request.step:
+                heartbeat.at_step(request.step)
+            rows = _received_rows(request, schema, training, own)
+            given = as_dict(rows.batch)
+            try:
+                with heartbeat.phase(f"score_{name}"):
+                    rows = compute(rows, request.examples)
+            except RewardError as error:  # on every rank of the role
+                answers.answer(RowsAnswer(rows.owner, {}, {}, show.take().notes, str(error)))
+                continue
+            fields = {field: x for field, x in as_dict(rows.batch).items() if field not in given}
+            known = {field: fields.pop(field).cpu() for field in list(fields) if schema[field].kind.everywhere}
+            kinds = row_field_kinds(schema, fields)
+            answers.answer(RowsAnswer(rows.owner, known, line_forms(fields, kinds), show.take().notes))
+            if fields:
+                send_rows(fields, kinds, Handover(request.lengths, rows.owner, request.owner, own, training))
     return request.result
+
+
+def _received_rows(request: RowsRequest, schema: Schema, training: Mesh, own: Mesh) -> Rows:
+    """The rows of a request. Collective over the ranks of the role; the other arguments are those of `serve_role`."""
+    kinds = row_field_kinds(schema, request.lines)
+    way = Handover(request.lengths, request.owner, request.to, source=training, target=own)
+    given = receive_rows(blank_fields(request.lines, kinds, own.device), kinds, way)
+    given |= {name: x.to(own.device) for name, x in request.known.items()}
+    return rows_of(Batch(schema, **given), request.to, own)
 
 
 def _first_weights(job: RLJob, parts: Parts, scorer: RemoteScorer) -> trees.Tree:

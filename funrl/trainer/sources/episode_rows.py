@@ -26,7 +26,7 @@ from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.row_paths import RowPath, paths_of
-from funrl.environments.run import EpisodeLimits, EpisodeSpending, PolicySetup
+from funrl.environments.run import EpisodeLimits, EpisodeRun, PolicySetup
 from funrl.kinds import joined_lines
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -100,29 +100,23 @@ class Transcript(NamedTuple):
 
 
 def rollout_of_episodes(
-    setup: EpisodeSetup,
-    engine: RewardedEngine,
-    episodes: NumberedEpisodes,
-    examples: Sequence[Example],
-    sampling: Sampling,
-    *,
-    costs: Sequence[EpisodeSpending] = (),
+    setup: EpisodeSetup, engine: RewardedEngine, run: EpisodeRun, examples: Sequence[Example], sampling: Sampling
 ) -> tuple[Rollout, Rows]:
     """The episodes of some prompts as a rollout, and their rows. Collective.
 
     Args:
       setup: how episodes were made.
       engine: the engine on its mesh.
-      episodes: of this rank, ascending by their numbers; those of prompt p begin at `p * sampling.samples`.
+      run: of this rank; the numbers of the episodes of prompt p begin at `p * sampling.samples`.
       examples: prompts of all ranks.
       sampling: of the policy's replies.
-      costs: of each of the episodes; none: they are not known.
 
     Returns: a rollout, whose completions are transcripts and whose score is that of the first agent that is trained;
       and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
     """
     if engine.proof is not None:
         engine.proof.settle()
+    episodes, costs = run
     mesh = engine.mesh
     count = len(examples) * sampling.samples
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)

@@ -143,7 +143,8 @@ def _votes(
         return {}
     verdict_PK = np.zeros((len(examples), len(counts)))
     before = [examples[completion.number // samples].tokens[-1] for completion in done.completions]
-    answers = [final_answer(text) for text in completion_texts(done.completions, decode, before)]
+    texts = completion_texts([completion.written for completion in done.completions], decode, before)
+    answers = [final_answer(text) for text in texts]
     for first in range(0, len(done.completions), samples):
         prompt = done.completions[first].number // samples
         own = answers[first : first + samples]
@@ -219,17 +220,13 @@ def source_of(examples: Sequence[Example]) -> Callable[[Example], str] | None:
 def source_names(examples: Sequence[Example]) -> Callable[[Example], str]:
     """A function that names the `data_source` of one of the prompts, or where some have none, its file."""
     whole = all(isinstance(example.fields.get("data_source"), str) for example in examples)
-    return _data_source if whole else _file
 
+    def name_of(example: Example) -> str:
+        if whole:
+            return str(example.fields["data_source"]).replace("/", "_")
+        return Path(example.source.rpartition(", ")[0]).stem  # of the file; "" if it was read from none
 
-def _data_source(example: Example) -> str:
-    return str(example.fields["data_source"]).replace("/", "_")
-
-
-def _file(example: Example) -> str:
-    """Stem of the file that a prompt was read from; "" if it was not."""
-    path, _, _ = example.source.rpartition(", ")
-    return Path(path).stem
+    return name_of
 
 
 def table_of(

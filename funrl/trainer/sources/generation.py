@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,28 +43,11 @@ from funrl.trainer.steps.step_rows import Rows, ragged, rows_of, with_owned
 LONGEST_REMARK = 1000  # characters of a failure's message
 
 
-class Written(Protocol):
-    """A completion, or the transcript of an episode, as it is shown.
-
-    Attributes:
-      number: of its request or episode.
-      tokens: [T] int64.
-      written: token ids without the stop token that ended it.
-    """
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def written(self) -> list[int]: ...
-
-
 class Rollout(NamedTuple):
     """Rewarded completions of all prompts. Row r is sample `r % samples` of prompt `r // samples`.
 
     Attributes:
-      completions: of this rank's own rows, in their order.
+      completions: of this rank's own rows, in their order; or transcripts of its episodes.
       lengths: [R] tokens of every completion.
       finished: [R] bool, ended by a stop token or stop string, not by the limit.
       score: [R] rewards, the weighted sums of `scores`; 0 without any.
@@ -130,6 +113,22 @@ class RewardedEngine(NamedTuple):
         return torch.promote_types(self.engine.weights.dtype, torch.float32)
 
 
+class CompletionRun(NamedTuple):
+    """Completions of this replica.
+
+    Attributes:
+      completions: ascending by their numbers.
+      pending: their rewards; None: another rank asks for them, or there are none.
+      begin: when they began, by `time.perf_counter`.
+      numbers: of the completions in `pending`; None: the same.
+    """
+
+    completions: Sequence[Completion]
+    pending: PendingRewards | None
+    begin: float
+    numbers: Sequence[int] | None = None
+
+
 def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
     """Complete and reward all prompts. The proof of the engine's weights ends meanwhile.
 
@@ -153,7 +152,7 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
     tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=engine.queue == "fixed")
     with settle_proof(engine.proof):
         completions = complete_shared(engine.engine, tickets, engine.mesh, callbacks)
-    return collected_rollout(engine, completions, pending, rows=len(examples) * sampling.samples, begin=begin)
+    return collected_rollout(engine, CompletionRun(completions, pending, begin), rows=len(examples) * sampling.samples)
 
 
 @contextlib.contextmanager
@@ -175,27 +174,17 @@ def settle_proof(proof: SyncProof | None) -> Iterator[None]:
         proof.settle()
 
 
-def collected_rollout(
-    engine: RewardedEngine,
-    completions: Sequence[Completion],
-    pending: PendingRewards | None,
-    *,
-    rows: int,
-    begin: float,
-    numbers: Sequence[int] | None = None,
-) -> Rollout:
+def collected_rollout(engine: RewardedEngine, run: CompletionRun, rows: int) -> Rollout:
     """Completions of all ranks with their rewards, for which this waits. Collective.
 
     Args:
-      completions: of this replica, ascending by their numbers.
-      pending: their rewards; None: another rank asks for them, or there are none.
+      run: of this replica.
       rows: number of completions of all replicas.
-      begin: when they began, by `time.perf_counter`.
-      numbers: of the completions in `pending`; None: the same.
 
     Raises:
       RewardError: as in `rollout`.
     """
+    completions, pending, begin, numbers = run
     mesh = engine.mesh
     generated = time.perf_counter()
     own = [completion.number for completion in completions]
@@ -300,20 +289,18 @@ def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
 
 
 def completion_texts(
-    done: Sequence[Written], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
+    written: Sequence[list[int]], decode: Callable[[list[int]], str], before: Sequence[int]
 ) -> list[str]:
-    """Text of every completion, without the stop token that ended it.
+    """Text of every completion.
 
     Args:
+      written: their token ids, without the stop token that ended one.
       decode: token ids -> text.
       before: the token before each completion. Many tokenizers drop the space at the start of a text but keep it after
         another token; decoding after `before` lets prompt and completion join to what the model wrote.
     """
-    rows = [completion.written for completion in done]
-    if before is None:
-        return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
+    return [text_after(opening[token], token, ids, decode=decode) for token, ids in zip(before, written, strict=True)]
 
 
 class RowForm(NamedTuple):
@@ -494,7 +481,7 @@ def first_texts(
     """
     own = done.own
     mine = [i for i, number in enumerate(numbers) if number in own]
-    some = [done.completions[place] for place in np.searchsorted(own, [numbers[i] for i in mine])]
+    some = [done.completions[place].written for place in np.searchsorted(own, [numbers[i] for i in mine])]
     own_texts = dict(zip(mine, completion_texts(some, decode, [before[i] for i in mine]), strict=True))
     texts: dict[int, str] = {}
     for others in collectives.gather_objects(own_texts, done.mesh):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,19 +17,21 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.tickets import run_groups, share_tickets
+from funrl.rollout.tickets import share_tickets
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import (
+    CompletionRun,
     Rollout,
     collected_rollout,
     pending_rewards,
     raise_everywhere,
+    rollout,
     settle_proof,
     to_rows,
 )
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples, with_scores
-from funrl.trainer.sources.pending_rewards import PendingRewards
 from funrl.trainer.sources.source import Generation
+from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
@@ -47,20 +48,6 @@ class WrittenSamples(NamedTuple):
     done: Rollout
     rows: Rows
     episodes: Sequence[LoggedEpisode] = ()
-
-
-class CompletionRun(NamedTuple):
-    """Completions of this replica.
-
-    Attributes:
-      completions: ascending by their numbers.
-      pending: their rewards; None: another rank asks for them, or there are none.
-      begin: when they began, by `time.perf_counter`.
-    """
-
-    completions: Sequence[Completion]
-    pending: PendingRewards | None
-    begin: float
 
 
 Share = Sequence[Completion] | EpisodeRun | RunEndingError  # what a replica wrote, or the error that ends the run
@@ -82,24 +69,53 @@ def join_samples(
     """
     engine = generation.engine
     if isinstance(run, EpisodeRun):
-        return rollout_of_episodes(generation.setup, engine, run.episodes, examples, sampling, costs=run.costs)
-    count = len(examples) * sampling.samples
-    done = collected_rollout(engine, run.completions, run.pending, rows=count, begin=run.begin)
+        return rollout_of_episodes(generation.setup, engine, run, examples, sampling)
+    done = collected_rollout(engine, run, rows=len(examples) * sampling.samples)
     return done, to_rows(examples, done, sampling, generation.form)
 
 
+def rewarded_rows(
+    generation: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, *, phase: str = ""
+) -> tuple[Rollout, Rows]:
+    """Completions or episodes by engines that write nothing else meanwhile, and their rows with rewards. Collective.
+
+    Args:
+      generation: as of a source.
+      clock: times all of it under `phase`; "": under "generate", "reward" and a phase for each scoring model.
+      examples: prompts, the same on every rank.
+      sampling: of the samples.
+      seed: of their noise.
+
+    Raises:
+      RewardError, SyncError: as of `rollout`.
+    """
+    engine = generation.engine
+    with clock.phase(phase or "generate"):
+        if generation.episodes is None:
+            done = rollout(engine, examples, sampling, seed)
+            rows = to_rows(examples, done, sampling, generation.form)
+        else:
+            writer = SampleWriter(generation, examples, sampling, seed, fixed=engine.queue == "fixed")
+            with settle_proof(engine.proof):
+                share = run_beside(engine.engine, engine.mesh, writer.write)
+            done, rows = writer.join(share)
+    if done.reward_s and not phase:
+        clock.move(done.reward_s, "generate", "reward")
+    return done, rescored(generation, rows, examples, phase)
+
+
 class SampleWriter:
-    """Writer of this replica's share of the completions or episodes of some prompts.
+    """Writer of this replica's share of the completions or episodes of some prompts, beside what else engines do.
 
     They depend on prompts, seeds and weights alone, whichever replica writes them and beside what.
 
     Example:
-      writer = SampleWriter(generation, examples, sampling, seed=0, alone=True)
-      done, rows = writer.join(writer.run())
+      writer = SampleWriter(generation, examples, sampling, seed=0)
+      done, rows = writer.join(await writer.write(resident))
     """
 
     def __init__(
-        self, generation: Generation, examples: Sequence[Example], sampling: Sampling, seed: int, *, alone: bool
+        self, generation: Generation, examples: Sequence[Example], sampling: Sampling, seed: int, *, fixed: bool = True
     ) -> None:
         """Begin without samples. Collective over the mesh to generate on.
 
@@ -108,32 +124,19 @@ class SampleWriter:
           examples: prompts of all replicas.
           sampling: of the samples.
           seed: of their noise.
-          alone: whether the engines write nothing else meanwhile. Replicas then take prompts as they have room; else
-            each begins an equal range of them at once.
+          fixed: whether each replica takes an equal range of the prompts instead of what it has room for.
         """
         engine = generation.engine
-        groups = episode_groups(examples, sampling.samples, seed)
-        fixed = not alone or engine.queue == "fixed"
         self.generation = generation
         self._examples = examples
         self._sampling = sampling
         self._seed = seed
-        self._alone = alone
+        groups = episode_groups(examples, sampling.samples, seed)
         self._tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=fixed)
         self._pending = None
         if generation.episodes is None:
             self._pending = pending_rewards(engine, examples, sampling.samples)
         self._begin = time.perf_counter()
-
-    def run(self) -> Share | None:
-        """Step the engine until the share is written; None on the other tensor ranks. Collective over the mesh.
-
-        Raises:
-          SyncError: the engine does not hold the trainer's weights.
-        """
-        engine = self.generation.engine
-        with settle_proof(engine.proof):
-            return run_beside(engine.engine, engine.mesh, self.write)
 
     async def write(self, resident: ResidentEngine) -> Share:
         """Write the share, on this replica's first tensor rank."""
@@ -144,12 +147,8 @@ class SampleWriter:
             except RunEndingError as error:
                 return error
         ended = None if self._pending is None else self._pending.add
-
-        def begin(group: EpisodeGroup) -> asyncio.Task[list[Completion]]:
-            return resident.start(complete_group(resident, group, self._sampling, ended))
-
-        groups = await run_groups(resident, self._tickets, resident.room if self._alone else lambda: sys.maxsize, begin)
-        return sorted((done for group in groups for done in group), key=lambda done: done.number)
+        writing = (complete_group(resident, group, self._sampling, ended) for group in self._tickets.groups)
+        return [done for group in await asyncio.gather(*writing) for done in group]
 
     def join(self, share: Share | None) -> tuple[Rollout, Rows]:
         """The samples of all replicas with their rewards, and their rows. Collective.

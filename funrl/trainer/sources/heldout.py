@@ -1,4 +1,4 @@
-"""Evaluations: completions or episodes of the held-out prompts, written beside an engine's steps.
+"""Evaluations: completions or episodes of the held-out prompts, and their metrics.
 
 An engine writes an evaluation alone, or beside the groups of its run. Completions and rewards depend on the prompt, its
 seed and the weights alone, so that the metrics are the same.
@@ -12,7 +12,7 @@ from funrl.trainer.sources.episode_rows import outcome_rows
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import SampleWriter, Share, first_samples, rescored
+from funrl.trainer.sources.group_rows import first_samples, rewarded_rows
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import entry_metrics
 from funrl.trainer.sources.source import Generation
@@ -20,47 +20,15 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 
 
-class HeldoutWriter(SampleWriter):
-    """Writer of this replica's share of an evaluation, which evaluates all shares."""
-
-    def __init__(self, generation: Generation, step: int, *, alone: bool = False) -> None:
-        """Begin without samples. Collective over the mesh to generate on.
-
-        Args:
-          generation: as of a source, on that mesh.
-          step: number of training steps before the evaluation.
-          alone: as of a `SampleWriter`.
-        """
-        heldout, sampling, _, seed, _ = generation.evaluation
-        super().__init__(for_heldout(generation), heldout, sampling, seed, alone=alone)
-        self.step = step
-
-    def evaluate(self, share: Share | None, show: Show, clock: Clock) -> dict[str, float]:
-        """Metrics of all shares. Collective over the mesh to generate on.
-
-        Args:
-          share: of this replica; None on its other tensor ranks.
-          show: receives some completions.
-          clock: times the wait for rewards.
-
-        Raises:
-          RewardError: a reward function or the environment has failed; raised on every rank.
-        """
-        with clock.phase("eval"):
-            done, rows = self.join(share)
-        rows = rescored(self.generation, rows, self.generation.evaluation.heldout, "eval")
-        return heldout_metrics(self.generation, done, rows, show, self.step)
-
-
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
     """Complete the held-out prompts, show some completions, and return their metrics. Collective."""
     if generation.remote is not None:
         with clock.phase("eval"):
             return generation.remote.evaluate(step)
-    with clock.phase("eval"):
-        writer = HeldoutWriter(generation, step, alone=True)
-        share = writer.run()
-    return writer.evaluate(share, show, clock)
+    heldout, sampling, _, seed, _ = generation.evaluation
+    generation = for_heldout(generation)
+    done, rows = rewarded_rows(generation, clock, heldout, sampling, seed, phase="eval")
+    return heldout_metrics(generation, done, rows, show, step)
 
 
 def for_heldout(generation: Generation) -> Generation:

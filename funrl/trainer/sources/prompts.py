@@ -12,20 +12,17 @@ import torch
 
 from funrl import trees
 from funrl.data.order import order_digest, take_next
-from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
 from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_totals import episode_metrics
-from funrl.trainer.sources.generation import Rollout, rollout, to_rows
-from funrl.trainer.sources.group_rows import SampleWriter, first_samples, rescored
+from funrl.trainer.sources.group_rows import first_samples, rescored, rewarded_rows
 from funrl.trainer.sources.heldout import evaluate_heldout
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.selection import (
     Chosen,
-    SampledPrompts,
     SamplingRound,
     chosen_of_step,
     count_empty,
@@ -33,7 +30,7 @@ from funrl.trainer.sources.selection import (
     join_chosen,
     rounds_metrics,
 )
-from funrl.trainer.sources.source import Generation, Source, StepLog, StoredState, same_order
+from funrl.trainer.sources.source import Generation, SampledPrompts, Source, StepLog, StoredState, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, failed_rows, take
@@ -126,8 +123,7 @@ def sampling_rounds(
             done, rows = rewarded_rows(generation, clock, examples, sampling=sampling, seed=noise)
         else:
             with clock.phase("generate"):
-                places, done, rows = remote.write(places, sampling, noise)
-            examples = [prompts[place] for place in places.tolist()]
+                examples, places, done, rows = remote.write(places, sampling, noise)
             rows = rescored(generation, rows, examples)
         if first and generation.shows(step):
             show.samples(step, first_samples(generation, examples, done, rows=rows, samples=sampling.samples))
@@ -141,29 +137,6 @@ def sampling_rounds(
         room -= len(part.kept)
         left -= part.sampled
         first = False
-
-
-def rewarded_rows(
-    generation: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int
-) -> tuple[Rollout, Rows]:
-    """Completions or episodes, and their rows with all rewards.
-
-    Args:
-      generation: as of the source.
-      clock: times "generate", "reward" and a phase for each scoring model.
-      examples: prompts, the same on every rank.
-      sampling: of the completions.
-      seed: of their noise.
-    """
-    with clock.phase("generate"):
-        if generation.episodes is not None:
-            writer = SampleWriter(generation, examples, sampling, seed, alone=True)
-            return writer.join(writer.run())
-        done = rollout(generation.engine, examples, sampling, seed)
-        rows = to_rows(examples, done, sampling, generation.form)
-    if done.reward_s:
-        clock.move(done.reward_s, "generate", "reward")
-    return done, rescored(generation, rows, examples)
 
 
 class StepChoice(NamedTuple):
@@ -195,38 +168,29 @@ def rows_of_choice(
     entries, facts = (add_totals(*totals) for totals in zip(*(x for part in rounds for x in part.totals), strict=True))
     unusable = 0 if chosen[0].examples else sum(part.sampled for part in rounds) * generation.sampling.samples
     after, emptiness = count_empty(state, step, unusable, facts, show)
-    baseline = generation.greedy_baseline and not skipped
-    rows = one_step_of(generation, chosen, state["prompts_consumed"], clock=clock, baseline=baseline)
+    joined = join_chosen(chosen)
+    group_B = torch.from_numpy(state["prompts_consumed"] + joined.prompt_B)  # which continue those of earlier steps
+    rows = joined.rows.with_fields(group=group_B.to(joined.rows.batch.group.device), failed=None)
+    if generation.greedy_baseline and not skipped:
+        rows = _compared_with_greedy(rows, joined.prompt_B, greedy_rows(generation, clock, joined))
     metrics = rounds_metrics(generation, rounds, skipped) | entry_metrics(entries) | episode_metrics(facts) | emptiness
     return rows, {**after, "prompts_consumed": rounds[-1].end}, metrics
 
 
-def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
-    """Join the chosen rows into one step, with group numbers that continue those of earlier steps.
-
-    Args:
-      generation: as of the source.
-      chosen: prompts with their rows.
-      begin: number of the first group.
-      clock: of the phases.
-      baseline: whether to add the scores of greedy completions.
-    """
-    examples, places, rows, _ = joined = join_chosen(chosen)
-    device = rows.batch.group.device
-    groups = rows.batch.group.unique_consecutive().cpu().numpy()
-    rows = rows.with_fields(group=torch.from_numpy(begin + joined.prompt_B).to(device), failed=None)
-    if not baseline:
-        return rows
+def greedy_rows(generation: Generation, clock: Clock, chosen: Chosen) -> Rows:
+    """Rows of a greedy completion or episode of each prompt, without those that failed."""
+    examples, places, rows, _ = chosen
     sampling = baseline_sampling(generation.sampling)
     if generation.remote is None:
         _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
     else:
+        groups = rows.batch.group.unique_consecutive().cpu().numpy()
         with clock.phase("generate"):
             greedy = generation.remote.baseline_rows(groups, places, sampling)
         greedy = rescored(generation, greedy, examples)
     if generation.episodes is None and generation.engine.on_error == "skip" and failed_rows(greedy):
         greedy = take(greedy, np.flatnonzero(~greedy.batch.failed.cpu().numpy()))
-    return _compared_with_greedy(rows, joined.prompt_B, greedy)
+    return greedy
 
 
 def baseline_sampling(sampling: Sampling) -> Sampling:
@@ -247,12 +211,9 @@ def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Row
     """
     agent_B, agent_G = (x.batch.group * 0 if (agent := x.batch.get("agent")) is None else agent for x in (rows, greedy))
     agents = 1 + int(torch.cat([agent_B, agent_G]).max()) if len(agent_B) + len(agent_G) else 1
-    key_G = (greedy.batch.group * agents + agent_G).cpu().numpy()
-    key_B = prompt_B * agents + agent_B.cpu().numpy()
-    order = np.argsort(key_G, kind="stable")
-    sorted_keys = np.concatenate([[-1], key_G[order]])  # no row has the first
-    last_B = np.searchsorted(sorted_keys, key_B, side="right") - 1
-    place_B = np.where(sorted_keys[last_B] == key_B, np.concatenate([[-1], order])[last_B], -1)
+    row_of_key = {key: row for row, key in enumerate((greedy.batch.group * agents + agent_G).tolist())}
+    keys = (prompt_B * agents + agent_B.cpu().numpy()).tolist()
+    place_B = np.array([row_of_key.get(key, -1) for key in keys], dtype=np.int64)
     kept = np.flatnonzero(place_B >= 0)
     if not len(kept):
         raise RewardError("the greedy samples of all prompts, which are the baseline, failed or are unscored")

@@ -13,10 +13,9 @@ from funrl.data.prompts import Example
 from funrl.kinds import line_places
 from funrl.rewards.call import RewardError
 from funrl.trainer.sources.episode_rows import kept_samples, rows_of_samples
-from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.source import EMPTY, SKIPPED, DroppedPrompt, Generation
+from funrl.trainer.sources.source import EMPTY, SKIPPED, DroppedPrompt, Generation, SampledPrompts
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
 
 MOST_EMPTY = 5  # steps in a row
@@ -24,21 +23,6 @@ MOST_EMPTY = 5  # steps in a row
 
 class FilterError(RuntimeError):
     """The algorithm's filter kept no row of a step."""
-
-
-class SampledPrompts(NamedTuple):
-    """Prompts that were sampled together, with all of their rows.
-
-    Attributes:
-      examples: [P] the prompts.
-      places: [P] their indices among all, or their positions in the order of the prompts.
-      done, rows: their completions or episodes, and the rows.
-    """
-
-    examples: list[Example]
-    places: np.ndarray
-    done: Rollout
-    rows: Rows
 
 
 class Chosen(NamedTuple):
@@ -175,7 +159,7 @@ def join_chosen(parts: Sequence[Chosen]) -> Chosen:
     return Chosen(
         [example for part in parts for example in part.examples],
         np.concatenate([part.places for part in parts]),
-        rows.with_fields(episode=_episode_numbers(parts, rows.batch.group.device)),
+        rows.with_fields(episode=_episode_numbers([part.rows for part in parts])),
         np.concatenate([part.counts for part in parts]),
     )
 
@@ -191,17 +175,14 @@ def first_chosen(chosen: Chosen, most: int) -> Chosen:
     return Chosen([chosen.examples[i] for i in order], chosen.places[order], rows, chosen.counts[order])
 
 
-def _episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
+def _episode_numbers(parts: Sequence[Rows]) -> Tensor | None:
     """[B] a number for the episode of each row, different in all parts; None: rows are no episodes'."""
-    numbers = []
-    begin = 0
-    for part in chosen:
-        episode_B = part.rows.examples
-        if episode_B is None:
-            return None
-        numbers.append(begin + episode_B)
-        begin = 1 + int(numbers[-1].max(initial=begin - 1))
-    return torch.from_numpy(np.concatenate(numbers)).to(device)
+    numbers = [part.examples for part in parts if part.examples is not None]
+    if not numbers:
+        return None
+    begins = np.cumsum([0, *(1 + episode_B.max(initial=-1) for episode_B in numbers[:-1])])
+    joined = np.concatenate([begin + episode_B for begin, episode_B in zip(begins, numbers, strict=True)])
+    return torch.from_numpy(joined).to(parts[0].batch.group.device)
 
 
 def skips_empty(when_empty: str, step: int, prompts: int, show: Show) -> bool:

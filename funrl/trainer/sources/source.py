@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -113,15 +112,16 @@ class DroppedPrompt(NamedTuple):
     episodes: Totals
 
 
-class RemoteRows(NamedTuple):
-    """Rows that other ranks have written.
+class SampledPrompts(NamedTuple):
+    """Prompts that were sampled together, with all of their rows.
 
     Attributes:
-      places: of their prompts.
-      done: completions or episodes, without what only the ranks that made them have.
-      rows: of them.
+      examples: [P] the prompts.
+      places: [P] their indices among all, or their positions in the order of the prompts.
+      done, rows: their completions or episodes, and the rows.
     """
 
+    examples: list[Example]
     places: np.ndarray
     done: Rollout
     rows: Rows
@@ -136,8 +136,8 @@ class RemoteGenerators(Protocol):
 
     refills: bool
 
-    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
-        """Rows of as many prompts as these: others may have overtaken some."""
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> SampledPrompts:
+        """As many prompts as these: others may have overtaken some. Completions have no tokens, and rows may not."""
         ...
 
     def dropped(self) -> Sequence[DroppedPrompt]:
@@ -146,7 +146,6 @@ class RemoteGenerators(Protocol):
 
     def keep(self, prompts: np.ndarray) -> None:
         """Learn which of the prompts of the newest rows the filter keeps, by their numbers among these."""
-        ...
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the newest rows.
@@ -160,11 +159,11 @@ class RemoteGenerators(Protocol):
 
     def samples(self) -> dict[int, ShownSample]:
         """The first sample of some of the first prompts of the newest rows, by the prompt's number among these."""
-        ...
+        return {}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics on the held-out prompts, of which the client shows some completions."""
-        ...
+        return {}
 
 
 class RowSelection(NamedTuple):
@@ -236,15 +235,6 @@ class Generation(NamedTuple):
         if self.episodes is None:
             raise TypeError("the run has no environment: its prompts are completed once")
         return self.episodes
-
-
-@contextlib.contextmanager
-def closed_at_end(source: Source) -> Iterator[None]:
-    """Close a source at the end of the context."""
-    try:
-        yield
-    finally:
-        source.close()
 
 
 def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:

@@ -126,7 +126,7 @@ class RemoteRole:
             return rows, answer
         way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.training)
         kinds = row_field_kinds(schema_of(rows.batch), answer.lines)
-        fields, _ = receive_rows(blank_fields(answer.lines, kinds, self.training.device), kinds, way)
+        fields = receive_rows(blank_fields(answer.lines, kinds, self.training.device), kinds, way)
         width = rows.batch.tokens.shape[1]
         return rows.with_fields(**{name: kinds[name].fit(x, width) for name, x in fields.items()}), answer
 
