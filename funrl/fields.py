@@ -325,6 +325,9 @@ FIELDS = Schema(
         dtype="int",
         example=_last_place,
     ),
+    prompt_value=Field(
+        "row", "source", "expected score of the prompt, by its earlier samples", example=_these(0.2, 0.2, 0.7, 0.7)
+    ),
     greedy_score=Field(
         "row", "source", "outcome reward of a greedy completion of the prompt", example=_these(0.0, 0.0, 1.0, 1.0)
     ),

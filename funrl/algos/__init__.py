@@ -26,7 +26,7 @@ _PIECES = {
     "objectives": "by_source rows_of_objective some_across",
     "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"
     " greedy_baseline group_center group_log_ratio group_scale informative_rescale leave_one_out"
-    " length_weighted_center max_at_k optimal_value_baseline relative_to_mean win_rate",
+    " length_weighted_center max_at_k optimal_value_baseline prompt_baseline relative_to_mean win_rate",
     "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of power_of_two",
     "advantages.imitation": "weigh_demonstrations",
     "advantages.resampling": "resample_rows resampling_weights",

@@ -442,6 +442,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         truncated=torch.ones(rows, dtype=torch.bool),
         rollout_logp=torch.zeros(shape, dtype=wide),
         routes=torch.zeros(*shape, choices, dtype=TOKEN_INT) if job.settings.routers.router_replay else None,
+        prompt_value=score_B if "prompt_value" in reads(job.algorithm).required else None,
         greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
         demonstration=torch.zeros(shape, dtype=torch.bool) if learns_from_demonstrations(job.algorithm) else None,
         **(_episode_fields(job, shape, begins, wide) if has_environment(job.settings) else {}),

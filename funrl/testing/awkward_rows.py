@@ -74,6 +74,7 @@ def awkward_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         prompt_tokens=_group_tokens(mask),
         divergence=normal(B, T).abs(),
         demonstration=mask & (torch.arange(B) == 6)[:, None],  # which is alone in its group, as demonstrations are
+        prompt_value=normal(B),
         **near,
     )
 

@@ -327,6 +327,12 @@ ROWS = [
         algos.greedy_baseline,
         lambda x, b: {"x": [v - g for v, g in zip(x, b.greedy_score, strict=True)]},
     ),
+    Row(
+        "prompt_baseline",
+        "advantage",
+        algos.prompt_baseline,
+        lambda x, b: {"x": [v - g for v, g in zip(x, b.prompt_value, strict=True)]},
+    ),
     Row("length_weighted_center", "advantage", algos.length_weighted_center, length_weighted),
     Row("informative_rescale", "advantage", algos.informative_rescale, informative),
     Row(

@@ -62,6 +62,7 @@ def drawn():
         "score": torch.from_numpy(rng.integers(0, 3, B)).double() / 2,
         "truncated": length > 600,
         "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(),
+        "prompt_value": (torch.arange(B) % 5).double() / 4,
         "imitated": mask & (at % 3 == 0),
         "demonstration": mask & (torch.arange(B) % GROUP == 1)[:, None],
         "scores": torch.from_numpy(rng.random((B, 3))).double(),

@@ -215,7 +215,7 @@ NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
     **dict.fromkeys(("distillation", "distillation direct", "sdpo", "iw_opd"), "a teacher scores every token"),
     "rae": "the agent's past scores, not the group",
-    **dict.fromkeys(("prpo", "flash_reinforce"), "the batch scores, not the group"),
+    **dict.fromkeys(("prpo", "flash_reinforce", "spo"), "the batch scores, not the group"),
     "gvpo to the reference": "log-ratios are compared too",
     "topr": "a constant is taken off, not the group's mean",
     "raft_plus_plus": "the best are imitated, even where all are",

@@ -230,6 +230,19 @@ def win_rate() -> Advantage:
     return stateless(compare, per="row")
 
 
+def prompt_baseline() -> Advantage:
+    """Subtract the score that the prompt's earlier samples let expect: x_i - v(prompt_i), on [B].
+
+    The source measures it: each new measurement of a prompt halves the weight of the earlier ones, and a prompt without
+    any has the mean of the others.
+
+    Needs: prompt_value [B].
+    References: SPO, Xu and Ding, 2025, https://arxiv.org/abs/2509.13232, whose weight of earlier samples depends on how
+      far the policy has moved since.
+    """
+    return stateless(lambda x_B, batch: x_B - batch.prompt_value, per="row")
+
+
 def greedy_baseline() -> Advantage:
     """Subtract the greedy completion's score: x_i - b_i. Needs: greedy_score [B].
 

@@ -168,6 +168,8 @@ def provided(
         in_chain = in_chain - set(schema.rows()) | {"length", "group", "positions", "segments"}
     elif sampled:
         in_chain |= {"greedy_score"}
+        if settings.sampling.new_tokens_per_step is None:  # such a source measures no pass rates
+            in_chain |= {"prompt_value"}
     beside = (algorithm.divergence or Divergence()).role  # the step computes it with that role beside the policy
     step = set(schema.by("step")) - ({"divergence"} if beside in absent else set())
     in_losses = in_chain | step | {"positions", "segments"}
@@ -177,7 +179,7 @@ def provided(
 def sampled_fields(settings: Settings, given: Given = NOTHING_GIVEN) -> set[str]:
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
-    absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
+    absent = {"greedy_score", "prompt_value", "failed"}  # the last goes after the filter, the others come after it
     if settings.sampling.new_tokens_per_step is None and not settings.asynchrony.staleness:
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:

@@ -221,7 +221,8 @@ def generation_of(
     task = job.task
     weights = task.weights[: max(len(task.rewards), task.environment is not None)]
     difficulty = None if settings.examples.difficulty is None else difficulty_of(settings.examples.difficulty)
-    weighted = weighing(task.prompts, task.curriculum, difficulty, weights, parts.mesh)
+    expects = "prompt_value" in reads(job.algorithm).required
+    weighted = weighing(task.prompts, task.curriculum, difficulty, weights, parts.mesh, expects=expects)
     solved = verdicts(weights) if weights else None
     demonstrates = learns_from_demonstrations(job.algorithm)
     return Generation(
@@ -232,6 +233,7 @@ def generation_of(
         selection=RowSelection(filter_of(job), settings.sampling.empty_filter, settings.sampling.max_refills),
         demonstrate=demonstrations_of(job).beside if demonstrates else None,
         rewards=ScoreColumns(job.reward_names, rescoring(job, parts, frozen, clock, show)),
+        expects=expects,
         greedy_baseline="greedy_score" in reads(job.algorithm).required,
         shows=functools.partial(shows_samples, settings.run.steps, settings.outputs.sample_every),
         form=RowForm(

@@ -44,6 +44,7 @@ class Weighing(NamedTuple):
       measured: (memory, indices [P] of prompts, scores [P * S, K] of their samples or None, mask [P * S] of the samples
         on which a reward function failed or None) -> memory.
       observed: (memory, metrics of a step) -> memory. Collective.
+      expected: (memory, indices [P] of prompts) -> score [P] that earlier samples let expect.
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
@@ -52,6 +53,7 @@ class Weighing(NamedTuple):
         lambda memory, places, scores_RK, failed_R: memory
     )
     observed: Callable[[MemoryTree, Mapping[str, float]], MemoryTree] = lambda memory, metrics: memory
+    expected: Callable[[MemoryTree, np.ndarray], Tensor] = lambda memory, places: torch.zeros(len(places))
 
 
 UNWEIGHTED = Weighing()
@@ -96,6 +98,8 @@ def weighing(
     difficulty: Difficulty | None,
     reward_weights: Sequence[float],
     mesh: Mesh,
+    *,
+    expects: bool = False,
 ) -> Weighing:
     """Weights from a user's function, times weights from the measured pass rates.
 
@@ -114,15 +118,17 @@ def weighing(
       difficulty: bounds on pass rates; prompts outside get the weight `difficulty.rest`. None: no bounds.
       reward_weights: of the reward functions, whose scores are the first columns.
       mesh: of the trainer.
+      expects: whether the algorithm compares scores with those that are expected.
 
     Raises:
       SettingsError: the function has an unknown argument, or there is no score to measure.
     """
     names = names_taken(function) if function is not None else ()
-    rates = difficulty is not None or "pass_rates" in names
+    rates = difficulty is not None or "pass_rates" in names or expects
     if rates and sum(max(weight, 0.0) for weight in reward_weights) <= 0:
         raise SettingsError(
-            "pass rates (--difficulty, or a curriculum that takes pass_rates) need a --reward of positive weight"
+            "pass rates (--difficulty, a curriculum that takes pass_rates, or an algorithm that reads prompt_value, as "
+            "spo does) need a --reward of positive weight"
         )
     if not rates and function is None:
         return UNWEIGHTED
@@ -137,7 +143,8 @@ def weighing(
         reward_weights=tuple(reward_weights),
         mesh=mesh,
     )
-    return Weighing(curriculum.init, curriculum.weights, curriculum.measured, curriculum.observed)
+    weights = UNWEIGHTED.weights if difficulty is None and function is None else curriculum.weights
+    return Weighing(curriculum.init, weights, curriculum.measured, curriculum.observed, curriculum.expected)
 
 
 class _Curriculum(NamedTuple):
@@ -205,6 +212,14 @@ class _Curriculum(NamedTuple):
         rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
         scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
         return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
+
+    def expected(self, memory: MemoryTree, places: np.ndarray) -> Tensor:
+        """Expected scores of some prompts; a prompt without a sample has the mean of the others, or half a score."""
+        rate_N = memory["passes"] / memory["samples"]
+        known = ~rate_N.isnan()
+        prior = rate_N[known].mean() if known.any() else torch.tensor(0.5, dtype=torch.float64)
+        full = sum(max(weight, 0.0) for weight in self.reward_weights)
+        return full * torch.where(known, rate_N, prior)[torch.from_numpy(np.asarray(places))]
 
     def observed(self, memory: MemoryTree, metrics: Mapping[str, float]) -> MemoryTree:
         """Memory after the metrics of a step; see `Weighing`."""

@@ -171,6 +171,9 @@ def rows_of_choice(
     joined = join_chosen(chosen)
     group_B = torch.from_numpy(state["prompts_consumed"] + joined.prompt_B)  # which continue those of earlier steps
     rows = joined.rows.with_fields(group=group_B.to(joined.rows.batch.group.device), failed=None)
+    if generation.expects:
+        value_P = generation.schedule.weighing.expected(state["curriculum"], joined.places)
+        rows = rows.with_fields(prompt_value=value_P[joined.prompt_B].to(rows.batch.score))
     if generation.greedy_baseline and not skipped:
         rows = _compared_with_greedy(rows, joined.prompt_B, greedy_rows(generation, clock, joined))
     metrics = rounds_metrics(generation, rounds, skipped) | entry_metrics(entries) | episode_metrics(facts) | emptiness

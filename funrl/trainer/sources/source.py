@@ -210,6 +210,7 @@ class Generation(NamedTuple):
       demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
       rewards: names, and the models that score completions.
       greedy_baseline: whether rows get the score of a greedy completion of their prompt.
+      expects: whether rows get the score that their prompt's earlier samples let expect.
       shows: step -> whether to show samples.
       form: of the rows of completions.
       episodes: how prompts become episodes; None: each is completed once.
@@ -224,6 +225,7 @@ class Generation(NamedTuple):
     demonstrate: Callable[[Rows, Sequence[Example]], Rows] | None = None
     rewards: ScoreColumns = ScoreColumns()
     greedy_baseline: bool = False
+    expects: bool = False
     shows: Callable[[int], bool] = lambda step: False
     form: RowForm = PLAIN_FORM
     episodes: EpisodeSetup | None = None
