@@ -21,11 +21,16 @@ from funrl.models.vision.inputs import picture_inputs
 
 pytestmark = pytest.mark.versions
 
+OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GATES = "router,experts.gate_up_proj"
 CASES = {  # config.json, targets
     "llama": ({"model_type": "llama", "attention_bias": True}, "all-linear"),
     "qwen3": ({"model_type": "qwen3", "head_dim": 20, "tie_word_embeddings": True}, "q_proj,down_proj"),
     "phi3": ({"model_type": "phi3"}, "all-linear"),
     "phi3 in part": ({"model_type": "phi3"}, "k_proj,o_proj,up_proj"),
+    "qwen3_moe": ({"model_type": "qwen3_moe", "num_experts": 4, **OF_EXPERTS}, "all-linear,experts,router"),
+    "qwen3_moe, downs": ({"model_type": "qwen3_moe", "num_experts": 4, **OF_EXPERTS}, "q_proj,experts.down_proj"),
+    "mixtral, gates": ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, GATES),
 }
 
 
