@@ -155,6 +155,10 @@ def test_projections_are_named_as_in_peft():
         ModelError, match=r"kv_a_proj_with_mqa.*, router, experts, experts.gate_up_proj, experts.down_proj$"
     ):
         targets_of("gate", deepseek)
+    assert targets_of("experts,router,o_proj", deepseek) == ("o", "router", "expert_gate", "expert_up", "expert_down")
+    assert targets_of("experts.gate_up_proj", deepseek) == ("expert_gate", "expert_up")
+    with pytest.raises(ModelError, match="a projection is named twice"):
+        targets_of("experts,experts.down_proj", deepseek)
     with pytest.raises(ModelError, match="the model has adapters already"):
         with_lora(with_lora(MODEL, Lora(1, 1.0, ("q",))), Lora(1, 1.0, ("k",)))
 
