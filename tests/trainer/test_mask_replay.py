@@ -4,13 +4,14 @@ import functools
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, assert_same, begin, run_steps, scored_batch, small_job
+from small_runs import GRPO, PPO, SIZES, assert_same, begin, run_steps, scored_batch, small_job
 
 from funrl import trees
 from funrl.algos.recipes.chord import chord
 from funrl.algos.recipes.prime import prime
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import single
+from funrl.models.decoder.routing import Experts
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
@@ -124,6 +125,10 @@ def on_one_rank():
         {"mesh": "tp2"},
         {"mesh": "dp2,tp2", "generate_mesh": "tp4"},
         {"mesh": "dp4", "generate_mesh": "dp2,tp2"},
+        {"mesh": "sp2"},
+        {"mesh": "sp2,tp2", "split_residual": "on"},
+        {"mesh": "dp2,sp2", "fsdp": True},
+        {"mesh": "sp4"},
     ],
     ids=str,
 )
@@ -131,6 +136,20 @@ def test_every_mesh_replays_the_same(mesh):
     steps = run_steps(2, **REPLAYED, **mesh)
     assert_same(steps, on_one_rank(), 1e-9)
     assert all(metrics[GAP_METRIC] == 0 for metrics in steps["metrics"])
+
+
+OF_EXPERTS = REPLAYED | {"task": "arithmetic_moe", "token_budget": 48}
+OF_EXPERTS |= {"sizes": SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}}
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", [{"mesh": "ep2", "generate_mesh": "dp2"}, {"mesh": "ep2,sp2", "fsdp": True}], ids=str)
+def test_experts_replay_the_same_on_every_mesh(mesh):
+    alone = run_steps(1, **OF_EXPERTS)
+    steps = run_steps(1, **OF_EXPERTS, **mesh)
+    assert_same(steps, alone, 1e-9)
+    assert [run["metrics"][0][GAP_METRIC] for run in (alone, steps)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -141,12 +160,14 @@ def test_every_mesh_replays_the_same(mesh):
         ({"top_p": 0.9, "engine": "hf"}, "--mask_replay with --engine=hf: it records no masks; give --engine=native"),
         ({"top_p": 0.9, "new_tokens_per_step": 2}, "--mask_replay with --new_tokens_per_step=2: such rows"),
         ({"top_p": 0.9, "staleness": 1, "place": "train:dp1 generate:dp1"}, "--mask_replay with --"),
-        ({"top_p": 0.9, "mesh": "sp2"}, "--mask_replay with --mesh=sp2: sp splits the tokens"),
+        (
+            {"top_p": 0.9, "task": "arithmetic_moe", "mesh": "ep2", "generate_mesh": "ep2"},
+            "--generate_mesh=ep2: ranks of",
+        ),
         ({"top_p": 0.9, "task": "calculator"}, "--mask_replay with --task=calculator: the rows of episodes"),
         ({"top_p": 0.9, "compose": chord}, "--mask_replay: demonstrations, which the algorithm reads"),
         ({"top_p": 0.9, "compose": prime}, "--mask_replay: the implicit_reward's log-probabilities are not truncated"),
         ({"top_p": 0.9, "backend": "xla"}, "--mask_replay with --backend=xla: give --backend=torch"),
-        ({"top_p": 0.9, "task": "arithmetic_moe"}, "a model with experts is not replayed"),
     ],
 )
 def test_what_is_not_replayed_is_refused(how, message):
