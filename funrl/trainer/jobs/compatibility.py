@@ -276,12 +276,7 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
 
 
 def check_mask_replay(
-    settings: Settings,
-    models: Mapping[str, Model],
-    algorithm: Algorithm,
-    *,
-    generating: Mapping[str, int],
-    given: Given,
+    settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, generating: Mapping[str, int]
 ) -> None:
     """Check that the trainer can take the distributions that the engine truncates.
 
@@ -301,11 +296,6 @@ def check_mask_replay(
     for name, (present, reason) in refused.items():
         if present:
             raise settings.refusal(f"{{mask_replay}} with {{{name}}}: {reason}")
-    if has_environment(settings, given):
-        flag = environment_flag(settings, given)
-        raise settings.refusal(
-            f"{{mask_replay}} with {flag}: the rows of episodes do not have the tokens; leave it out"
-        )
     if learns_from_demonstrations(algorithm):
         raise settings.refusal(
             "{mask_replay}: demonstrations, which the algorithm reads, were not sampled; leave it out"

@@ -91,7 +91,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         hf.check_savable(models.models[main_role_of(models.models, algorithm)])
     devices = lay_out(settings, algorithm, models, sizes, device)
     check_driven(settings, models.models)
-    check_mask_replay(settings, models.models, algorithm, generating=devices.generate_sizes, given=given)
+    check_mask_replay(settings, models.models, algorithm, generating=devices.generate_sizes)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     if kind == "rl":
         task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
