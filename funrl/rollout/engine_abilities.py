@@ -67,9 +67,17 @@ ENGINES = {  # by the value of --engine
         patches=True,
     ),
     "vllm": EngineAbilities(
-        tensor=True, penalties=True, adapters=True, keeps_adapters=True, pictures=True, least_head=32
+        tensor=True,
+        penalties=True,
+        adapters=True,
+        keeps_adapters=True,
+        kept_tokens=True,
+        pictures=True,
+        least_head=32,
     ),
-    "vllm_server": EngineAbilities(penalties=True, adapters=True, keeps_adapters=True, servers=True, least_head=32),
+    "vllm_server": EngineAbilities(
+        penalties=True, adapters=True, keeps_adapters=True, kept_tokens=True, servers=True, least_head=32
+    ),
     "hf": EngineAbilities(whole_only=True, unpaged=True, repeats=True),
 }
 

@@ -25,6 +25,7 @@ from funrl.models.lora import PROJECTIONS, with_lora
 from funrl.models.model import Lora
 from funrl.rollout.adapter_engine import AdapterEngine
 from funrl.rollout.certificate import SyncError, certify
+from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -134,6 +135,7 @@ def test_a_completion_ends_with_the_adapter_that_it_began_with_where_there_is_a_
     assert_same(done[: len(PROMPTS)], begun, 5e-5)
     late = completed(adapted.merged(2, 2), PROMPTS[:2], GREEDY)
     assert tokens_and_versions(done[len(PROMPTS) :]) == tokens_and_versions(late)
+    assert ENGINES["vllm"].keeps_adapters and ENGINES["vllm_server"].keeps_adapters
     assert engine.version == 2 and {int(v) for x in done[: len(PROMPTS)] for v in x.versions} == {1}
     adapted.give(engine, 3, 3)  # nothing runs with the first two
     assert list(engine.base._versions.values()) == [3]
@@ -158,6 +160,7 @@ def test_a_completion_without_a_slot_goes_on_with_the_newer_adapter_and_says_so(
         peer.load(iter(parts.items()), 2)
         while peer.unfinished():
             ended += peer.step()
+    assert not ENGINES["native"].keeps_adapters
     first = [x for x in done if x.number < 100]
     assert tokens_and_versions(first) == tokens_and_versions(ended)
     assert first[0].versions.tolist() == [1] * 5 + [2] * 11

@@ -201,7 +201,10 @@ def test_experts_replay_the_same_on_every_mesh(mesh):
     [
         ({}, "--mask_replay does nothing without --top_k, --top_p or --min_p"),
         ({"top_p": 0.9, "repetition_penalty": 1.1}, "--mask_replay with --repetition_penalty=1.1"),
-        ({"top_p": 0.9, "engine": "hf"}, "--mask_replay with --engine=hf: it records no masks; give --engine=native"),
+        (
+            {"top_p": 0.9, "engine": "hf"},
+            "--mask_replay with --engine=hf: it records no masks; give --engine=native or vllm",
+        ),
         ({"top_p": 0.9, "new_tokens_per_step": 2}, "--mask_replay with --new_tokens_per_step=2: such rows"),
         ({"top_p": 0.9, "staleness": 1, "place": "train:dp1 generate:dp1"}, "--mask_replay with --"),
         (

@@ -195,6 +195,18 @@ def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_ro
     assert "depend on the rows beside (--engine=vllm); --rows repeats its training" in capsys.readouterr().err
 
 
+@needs_vllm
+@pytest.mark.parametrize("how", [{"top_p": 0.8, "temperature": 0.7}, {"top_k": 5}], ids=str)
+def test_masks_of_vllm_are_those_of_the_native_engine(how):
+    settings = {"compose": GRPO, "sizes": SIZES, "dtype": "float32", "mask_replay": True, **how}
+    done, peer = (run_steps(2, engine=engine, **settings) for engine in ("vllm", "native"))
+    assert 0 < max(metrics["rollout/logprob_gap_max"] for metrics in done["metrics"]) < 1e-4
+    for batch, other in zip(done["batches"], peer["batches"], strict=True):
+        assert batch.tokens.equal(other.tokens) and batch.kept_counts.equal(other.kept_counts)
+        assert batch.kept.values.equal(other.kept.values) and batch.kept_counts[batch.mask].min() >= 1
+        assert (batch.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
 ADAPTERS = {"lora_rank": 3, "lora_alpha": 4.0, "lr": 0.05}
 
 

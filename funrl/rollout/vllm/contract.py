@@ -22,6 +22,7 @@ class VLLMOptions(NamedTuple):
       decode: token ids -> text, for stop strings.
       lora: adapters that it adds to its weights; None: none.
       adapters: versions of them that it computes with at once.
+      record_kept: as in `NativeOptions`.
     """
 
     max_rows: int = 512
@@ -30,6 +31,7 @@ class VLLMOptions(NamedTuple):
     decode: Callable[[list[int]], str] | None = None
     lora: Lora | None = None
     adapters: int = 1
+    record_kept: bool = False
 
 
 VLLM_DEFAULTS = VLLMOptions()
@@ -65,6 +67,7 @@ class SampledTokens(NamedTuple):
       tokens: token ids.
       raw_logp, sampling_logp: nats of each.
       cached: tokens of `CoreRequest.tokens` that were found in the cache.
+      kept: ids that could be sampled at each token; None: they are not recorded.
     """
 
     number: int
@@ -72,6 +75,7 @@ class SampledTokens(NamedTuple):
     raw_logp: list[float]
     sampling_logp: list[float]
     cached: int
+    kept: list[list[int]] | None = None
 
 
 class CacheCounts(NamedTuple):

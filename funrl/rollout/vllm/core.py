@@ -99,6 +99,7 @@ class LocalCore:
       model: the model that it runs.
       tensor: ranks that share the model.
       page_bytes: of keys and values of a page on a rank.
+      record_kept: as in `VLLMOptions`.
       generation: always 0: it loses no requests.
     """
 
@@ -106,10 +107,13 @@ class LocalCore:
     model: Model
     tensor: int
     page_bytes: int
+    record_kept: bool = False
     generation: int = 0
 
     def __post_init__(self) -> None:
-        self.sampler = self.runner.sampler = RequestSampler(self.runner, self.model.abilities.unsampled)
+        self.sampler = self.runner.sampler = RequestSampler(
+            self.runner, self.model.abilities.unsampled, self.record_kept
+        )
         self._ids: dict[int, str] = {}
         self._asleep = False
         self._preempted = 0
@@ -163,11 +167,11 @@ class LocalCore:
             pairs = [next(iter(logp.items())) for logp in output.logprobs]
             raw = [pair[1].logprob for pair in pairs]
             sampling = [logp[NO_TOKEN].logprob for logp in output.logprobs]
-            sampled.append(
-                SampledTokens(
-                    number, list(output.token_ids), raw, sampling_logp=sampling, cached=result.num_cached_tokens or 0
-                )
-            )
+            tokens = list(output.token_ids)
+            last = self.sampler.kept  # of this step, which samples one token of a request at most
+            kept = None if last is None else [last.get(self._ids[number], []) for _ in tokens]
+            cached = result.num_cached_tokens or 0
+            sampled.append(SampledTokens(number, tokens, raw, sampling_logp=sampling, cached=cached, kept=kept))
             if result.finished:
                 self._forget(number)
         self._count_preempted()
@@ -338,7 +342,8 @@ def start_vllm(model: Model, mesh: Mesh, dtype: torch.dtype, options: VLLMOption
             **_attention_options(model, mesh.device.type),
             **slot_options(model, options.lora, options.adapters),
         )
-        core = LocalCore(ending_alone(LLMEngine.from_engine_args(args)), model, tensor, page_bytes=page_bytes)
+        engine = ending_alone(LLMEngine.from_engine_args(args))
+        core = LocalCore(engine, model, tensor, page_bytes=page_bytes, record_kept=options.record_kept)
         if mesh.device.type == "cpu":
             rotate_neighbours(core.runner.get_model())
             choose_by_bias(core.runner.get_model())

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import replicated
 from funrl.mesh.rules import GENERATE, layouts
@@ -37,6 +38,7 @@ class PartialCompletion:
       tokens, sampling_logp, raw_logp, versions: as in `Completion`.
       inside: whether vLLM holds it.
       adapter: number of the adapter that it runs with; 0: none.
+      kept: ids that could be sampled at each token, where they are recorded.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class PartialCompletion:
     versions: list[int]
     inside: bool = False
     adapter: int = 0
+    kept: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
     def limit(self) -> int:
@@ -74,6 +77,7 @@ class VLLMEngine:
         self._model = model
         self._max_rows = options.max_rows
         self._decode = options.decode
+        self._records_kept = options.record_kept
         self._slots = options.adapters if options.lora else 0
         self._numbers = itertools.count(1)  # of adapters, each used once, for the cache knows them by it
         self._versions: dict[int, int] = {}  # of the adapters that vLLM has by their numbers, the oldest first
@@ -159,6 +163,7 @@ class VLLMEngine:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
                 )
+                sequence.kept = ids_of(request.begun)
 
     def step(self) -> list[Completion]:
         """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
@@ -276,6 +281,7 @@ class VLLMEngine:
         if sequence.request.begun is None and not sequence.tokens:
             self._cached += sample.cached
             self._prefilled += len(sequence.request.prompt) - sample.cached
+        sequence.kept += sample.kept or ()
         for token, sampling_logp, raw_logp in zip(sample.tokens, sample.sampling_logp, sample.raw_logp, strict=True):
             sequence.tokens.append(token)
             sequence.sampling_logp.append(sampling_logp)
@@ -314,9 +320,21 @@ class VLLMEngine:
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
         tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (sequence.tokens, sequence.versions))
-        return Completion(
+        done = Completion(
             sequence.request.number, tokens, sampling_logp, raw_logp=raw_logp, versions=versions, finish=finish
         )
+        if not self._records_kept:
+            return done
+        lines = sequence.kept[: len(tokens)]
+        ids = torch.tensor([i for line in lines for i in line], dtype=torch.int32)
+        return done._replace(kept=KeptTokens(ids, torch.tensor([len(x) for x in lines], dtype=torch.int64)))
+
+
+def ids_of(begun: Completion) -> list[list[int]]:
+    """Ids that could be sampled at each token of a completion; []: they were not recorded."""
+    if begun.kept is None:
+        return []
+    return [x.tolist() for x in begun.kept.ids_M.split(begun.kept.counts_N.tolist())]
 
 
 class WholeWeights:

@@ -125,6 +125,7 @@ def _vllm_options(job: Job, mesh: Mesh) -> VLLMOptions:
         compiled,
         decode=decode,
         lora=adapters_apart(job, job.models[job.main_role], mesh.device.type),
+        record_kept=settings.sampling.mask_replay,
         adapters=rule.most_age + 1,  # completions of so many versions run at once
     )
 
