@@ -5,16 +5,18 @@ import torch
 from test_experts import AXES, ENOUGH, D, E, M, by_tokens, loss, weights
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.mesh import rules
 from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import SINGLE, coordinates, parse
 from funrl.mesh.simulate import gather, per_rank, scatter, simulate
-from funrl.models import lora
+from funrl.models import compile_layer, decoder_config, decoder_model, lora, place
 from funrl.models.decoder import experts as module
 from funrl.models.decoder.experts import RoutingInputs, mixture
 from funrl.models.decoder.routing import Experts
 from funrl.models.lora import FIRST, ROUTED, SECOND, is_trained
 from funrl.models.low_rank import merged
+from funrl.models.model import Lora
 
 R, SCALE, K = 3, 0.7, 2
 
@@ -100,3 +102,26 @@ def test_values_and_gradients_are_those_of_merged_weights(mesh, bound):
             for name, g_own in gather(summed, rank).items():
                 box = tuple(slice(*b) for b in layouts[name].box(rank))
                 assert (g_own - grads[name][box]).abs().max() < 1e-12, (name, rank)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_has_the_same_numbers():
+    torch._dynamo.reset()
+    plain = decoder_model(
+        decoder_config(vocab=31, embed=16, layers=2, heads=4, kv_heads=2, head=6, mlp=24, experts=Experts(4, 2, 8))
+    )
+    model = lora.with_lora(plain, Lora(2, 3.0, ("q", *ROUTED)))
+    generator = torch.Generator().manual_seed(1)
+    params = trees.map(
+        lambda x: x + torch.randn(x.shape, generator=generator, dtype=x.dtype) / 5,
+        model.init(torch.Generator().manual_seed(0), torch.float64),
+    )
+    batch = Batch(tokens=torch.randint(0, 31, (2, 9), generator=generator), mask=None)
+
+    def results(layer):
+        placed = place(model, layer=layer, dtype=torch.float64)
+        return trees.value_and_grad(lambda p: (placed.token_scores(p, batch).logp.square().mean(), ()))(params)
+
+    compiled = results(compile_layer(model, "on", backend="aot_eager"))
+    pairs = zip(trees.leaves(results(model.layer)), trees.leaves(compiled), strict=True)
+    assert all((a - b).abs().max() < 1e-12 for a, b in pairs)
