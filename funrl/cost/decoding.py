@@ -40,7 +40,7 @@ from funrl.mesh.launch import view
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.lora import Adapter, scale_of
-from funrl.rollout.native.adapter_engine import AdapterEngine
+from funrl.rollout.adapter_engine import AdapterEngine
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.cache_sizes import FREE_SHARE, page_tokens, pass_tokens
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine

@@ -981,7 +981,7 @@ def weight_plan(job: RLJob, parts: Parts, placement: Placement) -> Plan:
     policy = parts.roles[job.main_role].placed
     stored = parts.begin.stored
     if lora := added_adapters(policy.model):
-        spec = spec_of_adapter(parts.begin.model, mesh, spec, lora)
+        spec = spec_of_adapter(parts.begin.model, spec, lora)
         stored = trained_part(policy.model, policy.stored)
     return plan(
         stored,

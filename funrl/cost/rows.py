@@ -214,11 +214,12 @@ def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
 
 
 def _kept_bytes(job: Job) -> tuple[float, ...]:
-    """Bytes of the ids that could be sampled at all tokens of a completion: a bound, which --top_k makes small."""
+    """Bytes of the ids that could be sampled at all tokens of a row's replies: a bound, which --top_k makes small."""
     if not isinstance(job, RLJob) or not job.settings.sampling.mask_replay:
         return ()
     vocab = job.model.config.vocab
-    return (float(TOKEN_INT.itemsize * job.sampling.max_new_tokens * min(job.sampling.top_k or vocab, vocab)),)
+    tokens = turns_of(job.settings).replies * job.sampling.max_new_tokens
+    return (float(TOKEN_INT.itemsize * tokens * min(job.sampling.top_k or vocab, vocab)),)
 
 
 def _tower(model: Model) -> TowerConfig:

@@ -142,6 +142,7 @@ class LoggedEnvironment:
                 sampling_logp=done.sampling_logp,
                 versions=done.versions,
                 routes=done.routes,
+                kept=done.kept,
                 finish=done.finish,
             )
         path = node.path()

@@ -32,14 +32,18 @@ SECOND = "_lora_b"
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down", "qkvz", "ba", "out")  # families
 OF_TOWERS = ("qkv", "query", "key", "value", "proj", "gate_proj", "up_proj", "down_proj", "first", "second")  # by name
+ROUTED = ("router", "expert_gate", "expert_up", "expert_down")  # each expert has factors of its own
+BY_EXPERT = ROUTED[1:]
 # Split over tensor ranks by their in dims: they have one out dim, others one in dim.
-SUMMED = ("o", "down", "shared_down", "out")
-SUMMED_LATER = ("shared_down",)  # of these, what is multiplied by B has not been summed over tensor ranks
-REPLICATED = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
+SUMMED = ("o", "down", "shared_down", "out", "expert_down")
+SUMMED_LATER = ("shared_down", "expert_down")  # of these, what is multiplied by B has not been summed over tensor ranks
+REPLICATED = ("q_a", "kv_a", "router")  # the same on all tensor ranks, as are their gradients
 
 
 def with_lora(model: Model, lora: Lora) -> Model:
     """`model` with factors A [rank, *in] and B [*out, rank] beside each adapted weight [*out, *in].
+
+    Those of experts [E, out, in] are A [E, rank, in] and B [E, out, rank].
 
     A begins uniform within 1 / sqrt(fan-in), as in PEFT, and B at 0: at first the model computes what `model` does.
 
@@ -70,13 +74,14 @@ def with_lora(model: Model, lora: Lora) -> Model:
 def full_rank(model: Model, targets: Collection[str]) -> int:
     """The highest rank that an adapted matrix of a model can have."""
     named = ((name.rsplit("/", 1)[-1], x.shape) for name, x in trees.named(model.shapes))
-    splits = ((shape, out_dims(name, len(shape))) for name, shape in named if name in targets)
+    named = ((name, shape[1:] if name in BY_EXPERT else shape) for name, shape in named if name in targets)
+    splits = ((shape, out_dims(name, len(shape))) for name, shape in named)
     return max((min(math.prod(shape[:out]), math.prod(shape[out:])) for shape, out in splits), default=0)
 
 
 def added_adapters(model: Model) -> Lora | None:
-    """The adapters of a model that an engine can add to the base: of layers alone. None: it has others, or none."""
-    if model.adapters is None or set(model.adapters.lora.targets).intersection(OF_TOWERS):
+    """The adapters of a model that an engine can add to the base: of dense layers. None: it has others, or none."""
+    if model.adapters is None or set(model.adapters.lora.targets).intersection((*OF_TOWERS, *ROUTED)):
         return None
     return model.adapters.lora
 
@@ -249,7 +254,8 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
     """Weights of a part of a layer, the adapted ones with their factors.
 
     The factor that is the same on all tensor ranks is used by each for its part of the other one, or where the residual
-    stream is `split` for its tokens: its gradient is their sum. But B of a sum over tensor ranks meets the whole sum.
+    stream is `split` for its tokens: its gradient is their sum. But B of a sum over tensor ranks meets the whole sum,
+    unless experts make it, whose results are summed later.
     """
     weights: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}
     for name, x in part.items():
@@ -284,11 +290,17 @@ def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[
 
 
 def _factor_shapes(rank: int, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    if name in BY_EXPERT:
+        E, N, K = x.shape
+        return torch.empty(E, rank, K, device="meta"), torch.empty(E, N, rank, device="meta")
     out = out_dims(name, x.ndim)
     return torch.empty(rank, *x.shape[out:], device="meta"), torch.empty(*x.shape[:out], rank, device="meta")
 
 
 def _factor_axes(name: str, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if name in BY_EXPERT:
+        experts, rows, columns = axes
+        return (experts, "rank", columns), (experts, rows, "rank")
     out = out_dims(name, len(axes))
     return ("rank", *axes[out:]), (*axes[:out], "rank")
 
@@ -302,7 +314,9 @@ def _first(name: str, x: Tensor, generator: torch.Generator) -> Tensor:
     """A whole weight that learns, before the first step."""
     if not name.endswith(FIRST):
         return torch.zeros(x.shape)
-    bound = math.prod(x.shape[1:]) ** -0.5  # kaiming_uniform_(a=sqrt(5)) of [rank, fan-in]
+    weight = name.rsplit("/", 1)[-1].removesuffix(FIRST)
+    fan_in = x.shape[2:] if weight in BY_EXPERT else x.shape[1:]
+    bound = math.prod(fan_in) ** -0.5  # kaiming_uniform_(a=sqrt(5)) of [rank, fan-in]
     return (2 * torch.rand(x.shape, generator=generator) - 1) * bound
 
 

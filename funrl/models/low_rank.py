@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.exact.low_rank import ThinFactors, low_rank_linear
 from funrl.compiled_kernels.float8 import RowScaled, float8_linear
+from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.compiled_kernels.linear import linear
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
@@ -19,9 +21,10 @@ class LowRank(NamedTuple):
     """The weight W + scale b a, where W has no gradient; a rank's part.
 
     Attributes:
-      weight: W, [*out, *in]; of several adapters, each for some tokens, W with those before this one.
-      a: [rank, *in].
-      b: [*out, rank].
+      weight: W, [*out, *in]; of several adapters, each for some tokens, W with those before this one. Of experts
+        [E, out, in].
+      a: [rank, *in]; of experts [E, rank, in].
+      b: [*out, rank]; of experts [E, out, rank].
       scale: a number.
       tokens: [N, 1] bool, the tokens of [1, N, in] that meet the factors; the others meet W alone. None: all.
     """
@@ -39,6 +42,11 @@ class LowRank(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.weight.device
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        """The same in another dtype."""
+        weight = self.weight if isinstance(self.weight, RowScaled) else self.weight.to(dtype)
+        return self._replace(weight=weight, a=self.a.to(dtype), b=self.b.to(dtype))
 
     @property
     def factors(self) -> ThinFactors:
@@ -72,6 +80,15 @@ def add_factors(out: Tensor, inner: Tensor, weight: LowRank) -> Tensor:
     return added if weight.tokens is None else torch.where(weight.tokens, added, out)
 
 
+def grouped_factors(x: Tensor, weight: LowRank, ends: Tensor) -> Tensor:
+    """What the factors of experts add to their products with rows [M, in] that are sorted by expert; [M, out].
+
+    Args:
+      ends: as in `grouped_linear`.
+    """
+    return grouped_linear(weight.scale * grouped_linear(x, weight.a, ends), weight.b, ends)
+
+
 def used_by_parts(weight: Weight, mesh: Mesh) -> Weight:
     """A weight that all tensor ranks hold and each uses a part of: its gradient is the sum of theirs."""
     if isinstance(weight, Tensor):
@@ -94,7 +111,8 @@ def merged(weight: LowRank) -> Tensor:
     """W + scale b a of all tokens, added in the widest dtype of the three, in that of W."""
     plain = weight.plain
     wide = torch.promote_types(plain.dtype, weight.b.dtype)
-    added = torch.tensordot(weight.b.to(wide), weight.a.to(wide), 1)
+    product = torch.bmm if weight.a.ndim == weight.b.ndim == 3 else functools.partial(torch.tensordot, dims=1)
+    added = product(weight.b.to(wide), weight.a.to(wide))
     return plain.to(wide).add(added, alpha=weight.scale).to(plain.dtype)
 
 

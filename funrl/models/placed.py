@@ -262,12 +262,12 @@ class Placed:
         """The tokens that could be sampled after some of the hidden states; None: nothing was truncated."""
         if "kept" not in schema_of(batch) or batch.get("kept") is None:
             return None
-        if self.mesh.size(SEQUENCE) > 1:
-            raise ModelError("ranks of sequence split a row's tokens, and not what could be sampled at them")
-        counts_M = self._own_next(batch.kept_counts).long()
+        counts_BT = batch.kept_counts.long()
         # No token is sampled at the first place of a row, so that no id belongs to a place that is shifted out.
-        ids = batch.kept.values
-        return KeptTokens(ids, counts_M).select(torch.arange(len(counts_M), device=ids.device)[at_N])
+        after_M = torch.cat([counts_BT[:, 1:], torch.zeros_like(counts_BT[:, :1])], 1).flatten()
+        place_BT = torch.arange(len(after_M), device=after_M.device).view(counts_BT.shape)
+        own_M = own_shard(place_BT, self.mesh, SEQUENCE, dim=1).flatten()
+        return KeptTokens(batch.kept.values, after_M).select(own_M[at_N])
 
     def _vocab(self, over: Mesh) -> int | None:
         """Number of tokens of an unembedding that is split over a mesh; None: one that is whole."""

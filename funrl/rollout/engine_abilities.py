@@ -19,6 +19,8 @@ class EngineAbilities(NamedTuple):
       shares_experts: ranks of `expert` are one replica, which share its experts; else each is one with all experts.
       penalties: it takes a repetition penalty for prompts of several lengths.
       adapters: it adds adapters to a base; others get merged weights.
+      keeps_adapters: a running completion ends with the adapter that it began with, while the age of its group is
+        within the bound; else it goes on with the newest. Versions per token say which.
       routes: it generates with experts, and records the routes of tokens.
       kept_tokens: it records the tokens that truncated sampling could take (`--mask_replay`).
       several_models: further models of agents are served beside the policy.
@@ -37,6 +39,7 @@ class EngineAbilities(NamedTuple):
     shares_experts: bool = False
     penalties: bool = False
     adapters: bool = False
+    keeps_adapters: bool = False
     routes: bool = False
     kept_tokens: bool = False
     several_models: bool = False
@@ -63,8 +66,18 @@ ENGINES = {  # by the value of --engine
         float8=True,
         patches=True,
     ),
-    "vllm": EngineAbilities(tensor=True, penalties=True, pictures=True, least_head=32),
-    "vllm_server": EngineAbilities(penalties=True, servers=True, least_head=32),
+    "vllm": EngineAbilities(
+        tensor=True,
+        penalties=True,
+        adapters=True,
+        keeps_adapters=True,
+        kept_tokens=True,
+        pictures=True,
+        least_head=32,
+    ),
+    "vllm_server": EngineAbilities(
+        penalties=True, adapters=True, keeps_adapters=True, kept_tokens=True, servers=True, least_head=32
+    ),
     "hf": EngineAbilities(whole_only=True, unpaged=True, repeats=True),
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.sampling_parameters import Sampling
@@ -97,6 +98,8 @@ def record_from_json(value: Any) -> EpisodeRecord:
     for fields in nodes:
         if (owned := fields.get("owned")) is not None:
             fields["owned"] = OwnedLines({name: _value(x) for name, x in owned[0].items()}, owned[1])
+        if (kept := fields.get("kept")) is not None:
+            fields["kept"] = KeptTokens(*map(_value, kept))
     return record._replace(nodes=nodes, ends=[(agent, leaf, tools) for agent, leaf, tools in record.ends], **by_node)
 
 

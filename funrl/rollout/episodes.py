@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.kinds import OwnedLines, joined_lines
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -63,6 +64,7 @@ class Node:
       versions: [N] int64, version of the weights that sampled each token; None unless sampled.
       routes: [P + N - 1, choices] int16, experts of all tokens of the path but the last, as in
         `requests.Completion`; None: they are not recorded.
+      kept: ids that could be sampled at each token, as in `requests.Completion`; None: they are not recorded.
       messages: what the tokens say, as messages of a chat; empty for raw tokens.
       finish: how sampling ended, as in `requests.Completion`; None unless sampled.
       sampling, seed: of the request that sampled it, whose prompt are the tokens before; None unless sampled.
@@ -78,6 +80,7 @@ class Node:
     sampling_logp: Tensor | None = None
     versions: Tensor | None = None
     routes: Tensor | None = None
+    kept: KeptTokens | None = None
     messages: Sequence[Message] = ()
     finish: str | None = None
     sampling: Sampling | None = None

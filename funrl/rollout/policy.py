@@ -420,6 +420,7 @@ def with_turn(
         sampling_logp=completion.sampling_logp,
         versions=completion.versions,
         routes=completion.routes,
+        kept=completion.kept,
         messages=() if reading is None else (reading.message,),
         finish=completion.finish,
         sampling=sampling,

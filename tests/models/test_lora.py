@@ -151,8 +151,14 @@ def test_projections_are_named_as_in_peft():
     }
     deepseek = decoder_model(config_from_hf(SMALL | {"model_type": "deepseek_v3", "num_key_value_heads": 6, **experts}))
     assert targets_of("gate_proj,kv_b_proj", deepseek) == ("gate", "kv_b", "shared_gate")  # and no routed expert's
-    with pytest.raises(ModelError, match=r"kv_a_proj_with_mqa.*; its routers and routed experts take no adapters"):
+    with pytest.raises(
+        ModelError, match=r"kv_a_proj_with_mqa.*, router, experts, experts.gate_up_proj, experts.down_proj$"
+    ):
         targets_of("gate", deepseek)
+    assert targets_of("experts,router,o_proj", deepseek) == ("o", "router", "expert_gate", "expert_up", "expert_down")
+    assert targets_of("experts.gate_up_proj", deepseek) == ("expert_gate", "expert_up")
+    with pytest.raises(ModelError, match="a projection is named twice"):
+        targets_of("experts,experts.down_proj", deepseek)
     with pytest.raises(ModelError, match="the model has adapters already"):
         with_lora(with_lora(MODEL, Lora(1, 1.0, ("q",))), Lora(1, 1.0, ("k",)))
 

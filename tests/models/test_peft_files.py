@@ -21,11 +21,16 @@ from funrl.models.vision.inputs import picture_inputs
 
 pytestmark = pytest.mark.versions
 
+OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GATES = "router,experts.gate_up_proj"
 CASES = {  # config.json, targets
     "llama": ({"model_type": "llama", "attention_bias": True}, "all-linear"),
     "qwen3": ({"model_type": "qwen3", "head_dim": 20, "tie_word_embeddings": True}, "q_proj,down_proj"),
     "phi3": ({"model_type": "phi3"}, "all-linear"),
     "phi3 in part": ({"model_type": "phi3"}, "k_proj,o_proj,up_proj"),
+    "qwen3_moe": ({"model_type": "qwen3_moe", "num_experts": 4, **OF_EXPERTS}, "all-linear,experts,router"),
+    "qwen3_moe, downs": ({"model_type": "qwen3_moe", "num_experts": 4, **OF_EXPERTS}, "q_proj,experts.down_proj"),
+    "mixtral, gates": ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, GATES),
 }
 
 
@@ -104,6 +109,31 @@ def test_peft_reads_a_reward_model(tmp_path):
         hidden = model.apply(params, Inputs(tokens_BT)).hidden[:, -1:]
         ours, value = model.value(params, hidden)[:, 0], theirs(tokens_BT).logits[:, 0]
     assert (ours - value).abs().max() < 2e-5 and ours.std() > 0.01
+
+
+def test_experts_whose_gates_and_ups_share_a_factor_are_read_as_peft_computes_them(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = peer_of({"model_type": "qwen3_moe", "num_experts": 4, **OF_EXPERTS}, tmp_path / "base")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    theirs = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, lora_alpha=3, target_modules=[], target_parameters=names, init_lora_weights=False)
+    ).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    described = describe_adapter(tmp_path / "adapter")
+    assert described.modules == ("experts.down_proj", "experts.gate_up_proj", "router")
+    plain, weights = hf.load(tmp_path / "base", torch.float32)
+    model = with_lora(plain, Lora(described.rank, described.alpha, targets_of(",".join(described.modules), plain)))
+    own = read_adapter(tmp_path / "adapter", model)
+    params = on_base(model, weights, trees.from_named(trained_part(model, model.shapes), own.items()))
+    tokens_BT = tokens_of(model.config)
+    with torch.no_grad():
+        ours, logits = logits_of(model, params, tokens_BT), theirs(tokens_BT).logits
+    assert (ours - logits).abs().max() < 2e-5
+    raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    raw["target_parameters"].append("mlp.experts.bias")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=r"target_parameters has 'mlp.experts.bias', supported are experts.gate_up"):
+        describe_adapter(tmp_path / "adapter")
 
 
 def test_what_is_in_the_files(tmp_path):

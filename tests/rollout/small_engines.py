@@ -87,14 +87,15 @@ def _native(packed, speculate=0, static=False):
 _vllm_cores = {}
 
 
-def _vllm(model, mesh, dtype):
+def _vllm(model, mesh, dtype, **how):
     """An engine of its own over a vLLM that the tests of a process share, for it takes seconds to start."""
-    key = model.config, mesh.rank, dtype
+    options = VLLMOptions(64, 1 << 24, decode=decode, **how)
+    key = model.config, mesh.rank, dtype, tuple(how.items())
     if key not in _vllm_cores:
-        _vllm_cores[key] = start_vllm(model, mesh, dtype, VLLMOptions(64, 1 << 24))
+        _vllm_cores[key] = start_vllm(model, mesh, dtype, options)
     core = _vllm_cores[key]
     core.wake()
-    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, 64, decode)
+    return VLLMEngine(model, vllm_weights(model, mesh, dtype), core, options)
 
 
 class ServerProcess:

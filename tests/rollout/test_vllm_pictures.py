@@ -120,7 +120,7 @@ def assert_later_turns(engine, model, weights):
 def test_completions_have_the_trainers_log_probabilities(family):
     model, params = model_of(family)
     core = start_vllm(model, SINGLE, torch.float32, VLLMOptions(4))
-    engine = VLLMEngine(model.config, vllm_weights(model, SINGLE, torch.float32), core, 4)
+    engine = VLLMEngine(model, vllm_weights(model, SINGLE, torch.float32), core, VLLMOptions(4))
     other = model.init(torch.Generator().manual_seed(1))
     asked = requests()
     for version, weights in enumerate((params, {**params, "vision": other["vision"]})):

@@ -18,6 +18,7 @@ from funrl.mesh.patches import apply_patch
 from funrl.models import decoder_model
 from funrl.models.huggingface.names import names_of
 from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm import client as vllm_client_module
@@ -62,6 +63,27 @@ def test_a_killed_server_rejoins_with_the_current_weights():
     assert_same(complete(engine, requests), expected, 2e-5)
     ended.set()
     starter.join()
+
+
+@needs_vllm
+def test_a_server_says_what_it_could_sample_also_of_interrupted_completions():
+    server = ServerProcess()
+    options = VLLMOptions(max_rows=64, cache_bytes=1 << 24, record_kept=True)
+    engine = load(vllm_client(server.url, MODEL, options=options, timeout_s=120), weights(WIDE), 1)
+    peer = load(native_engine(MODEL, options=NativeOptions(record_kept=True)), weights(WIDE), 1)
+    requests = requests_of(PROMPTS, Sampling(max_new_tokens=12, top_p=0.8, temperature=0.7), 0)
+    engine.submit(requests)
+    done = [x for _ in range(4) for x in engine.step()]
+    engine.pause()
+    engine.resume()
+    begun = engine.cancel([0])
+    engine.submit([requests[0]._replace(begun=begun[0])])
+    while engine.unfinished():
+        done += engine.step()
+    for ours, theirs in zip(sorted(done, key=lambda x: x.number), complete(peer, requests), strict=True):
+        assert ours.tokens.equal(theirs.tokens) and (ours.sampling_logp - theirs.sampling_logp).abs().max() < 2e-5
+        assert all(a.equal(b) for a, b in zip(ours.kept, theirs.kept, strict=True))
+    server.kill()
 
 
 @needs_vllm

@@ -76,14 +76,33 @@ def test_steps_are_those_of_one_process(case, monkeypatch):
     assert len(learned) == 4 and all(x.abs().max() > 1e-6 for x in learned)
 
 
+def adapted_steps(mesh, targets="all-linear", sizes=DEEPSEEK, **more):
+    job = small_job(GRPO, sizes, task="arithmetic_moe", mesh=mesh, lora_rank=2, batch_prompts=2, **more)
+    lora = Lora(2, 4.0, targets_of(targets, job.model))
+    models = {name: with_lora(x.adapters.plain, lora) if x.adapters else x for name, x in job.models.items()}
+    return launch(steps_program(dataclasses.replace(job, models=models, lora=lora), 2), job.sizes, "cpu")
+
+
+ROUTED = {"ep2": {}, "dp2,ep2": {"fsdp": True}, "tp2": SPLIT, "ep2,tp2": {"fsdp": True, "remat": "selective", **SPLIT}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", quick(ROUTED, ["ep2"]))
+def test_adapters_of_routers_and_experts_learn_alike_on_every_mesh(mesh):
+    sizes = DEEPSEEK if "tp2" in mesh else EXPERTS
+    targets = "router,experts,q_b_proj" if sizes is DEEPSEEK else "router,experts,q_proj"
+    first = adapted_steps("dp1", targets, sizes)
+    learned = [(name.rsplit("/", 1)[-1], x) for name, x in _grads(first, 1)]
+    assert {name for name, x in learned if "expert" in name or "router" in name} == {
+        f"{weight}_lora_{end}" for weight in ("router", "expert_gate", "expert_up", "expert_down") for end in "ab"
+    }
+    assert all(x.abs().max() > 1e-9 for _, x in learned)
+    assert_same(adapted_steps(mesh, targets, sizes, **ROUTED[mesh]), first, 1e-9)
+
+
 @pytest.mark.slow
 def test_adapters_of_latent_attention_learn_alike_where_tensor_ranks_share_tokens():
-    def steps(mesh, **more):
-        job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", mesh=mesh, lora_rank=2, batch_prompts=2, **more)
-        lora = Lora(2, 4.0, targets_of("all-linear", job.model))
-        models = {name: with_lora(x.adapters.plain, lora) if x.adapters else x for name, x in job.models.items()}
-        return launch(steps_program(dataclasses.replace(job, models=models, lora=lora), 2), job.sizes, "cpu")
-
+    steps = adapted_steps
     first = steps("dp1")
     learned = {name.rsplit("/", 1)[-1] for name, x in _grads(first, 1) if x.any()}
     assert {"q_a_lora_b", "kv_a_lora_a", "kv_b_lora_b", "o_lora_a", "shared_up_lora_b", "down_lora_b"} <= learned

@@ -132,11 +132,12 @@ def scored_by_their_versions(file):
         return sync(parts, state, *rest, **named)
 
     def learned(trainer, state, rows):
-        placed = trainer.parts.roles["policy"].placed
+        role = trainer.parts.roles["policy"]
         batch = rows.batch
         with torch.no_grad():
             scores = {
-                v: placed.token_scores(weights[v], batch).logp for v in batch.version[batch.mask].unique().tolist()
+                v: role.placed.token_scores(role.whole(weights[v], trainer.frozen), batch).logp
+                for v in batch.version[batch.mask].unique().tolist()
             }
         with file.open("a") as lines:
             for row, place in batch.mask.nonzero().tolist():
@@ -192,6 +193,53 @@ def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_ro
     assert capsys.readouterr().out.count("the same bits") == 7
     assert main(["funrl", "replay", str(tmp_path / "run")]) == 2
     assert "depend on the rows beside (--engine=vllm); --rows repeats its training" in capsys.readouterr().err
+
+
+@needs_vllm
+@pytest.mark.parametrize("how", [{"top_p": 0.8, "temperature": 0.7}, {"top_k": 5}], ids=str)
+def test_masks_of_vllm_are_those_of_the_native_engine(how):
+    settings = {"compose": GRPO, "sizes": SIZES, "dtype": "float32", "mask_replay": True, **how}
+    done, peer = (run_steps(2, engine=engine, **settings) for engine in ("vllm", "native"))
+    assert 0 < max(metrics["rollout/logprob_gap_max"] for metrics in done["metrics"]) < 1e-4
+    for batch, other in zip(done["batches"], peer["batches"], strict=True):
+        assert batch.tokens.equal(other.tokens) and batch.kept_counts.equal(other.kept_counts)
+        assert batch.kept.values.equal(other.kept.values) and batch.kept_counts[batch.mask].min() >= 1
+        assert (batch.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
+ADAPTERS = {"lora_rank": 3, "lora_alpha": 4.0, "lr": 0.05}
+
+
+@needs_vllm
+@pytest.mark.parametrize("mesh", [pytest.param("tp2", marks=pytest.mark.gloo), "dp1"])
+def test_with_adapters_a_sync_gives_vllm_these_alone(mesh):
+    settings = {"sizes": SIZES, "dtype": "float32", "mesh": mesh, "generate_mesh": mesh} | ADAPTERS
+    job = small_job(GRPO, engine="vllm", probe_sync_every=1, steps=3, **settings)
+    steps = launch(functools.partial(steps_of_rank, job), job.sizes, "cpu")
+    rows = {"q": 128, "k": 64, "v": 64, "o": 128, "gate": 48, "up": 48, "down": 48}
+    nbytes = 4 * SIZES["layers"] * 3 * sum(size + SIZES["embed"] for size in rows.values())
+    assert {metrics["sync/bytes"] for metrics in steps} == {nbytes}
+    assert {metrics["sync/verified"] for metrics in steps} == {1.0}
+    assert max(metrics["sync/probe_gap"] for metrics in steps) < 1e-4
+    assert max(metrics["rollout/logprob_gap_max"] for metrics in steps) < 1e-4
+    done, peer = (run_steps(3, compose=GRPO, engine=engine, **settings) for engine in ("vllm", "native"))
+    for completion, other in zip(done["batches"], peer["batches"], strict=True):
+        assert completion.tokens.equal(other.tokens)
+        assert (completion.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+    assert not done["batches"][0].rollout_logp.equal(done["batches"][2].rollout_logp)
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_a_row_that_runs_ahead_ends_with_the_adapter_that_it_began_with(tmp_path):
+    job = small_job(rollout_is, sizes=SIZES, dtype="float32", engine="vllm", **AHEAD, **ADAPTERS)
+    with scored_by_their_versions(tmp_path / "tokens"), weights_amid_rows():
+        steps = launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
+    tokens = [Token(*json.loads(line)) for line in (tmp_path / "tokens").read_text().splitlines()]
+    assert max(token.gap for token in tokens) < 1e-4
+    versions = {(token.step, token.row, token.version) for token in tokens}
+    assert len(versions) == 7 * 8 and any(step - version > 1 for step, _, version in versions)
+    assert {metrics["sync/verified"] for metrics in steps} == {1.0}
 
 
 @needs_vllm

@@ -65,7 +65,7 @@ from funrl.models.decoder.routing import (
     take_rows,
 )
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
-from funrl.models.low_rank import multiply
+from funrl.models.low_rank import LowRank, grouped_factors, multiply
 from funrl.models.model import RouterLoad
 from funrl.models.split_residual import all_tokens, enter, leave, own_tokens
 from funrl.models.token_costs import LayerCost
@@ -399,8 +399,9 @@ def _logits(experts: Experts, params: trees.Tree, h_BTD: Tensor) -> Tensor:
     router_ED = params["router"]
     if experts.wide:
         wide = torch.promote_types(h_BTD.dtype, torch.float32)
-        return linear(h_BTD.to(wide), router_ED.to(wide))
-    return linear(h_BTD, router_ED, params.get("router_logit_bias"))
+        h_BTD = h_BTD.to(wide)
+        router_ED = router_ED.to(wide)
+    return multiply(h_BTD, router_ED, params.get("router_logit_bias"))
 
 
 def _routes(
@@ -435,7 +436,7 @@ def _feed_forward(
     if EXPERT_GATE_UP in params:
         gate_MF, up_MF = grouped_linear(x_MD, params[EXPERT_GATE_UP], ends_E).chunk(2, -1)
     else:
-        gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in _STACKED)
+        gate_MF, up_MF = (_expert_products(x_MD, params[name], ends_E) for name in _STACKED)
     if (clamped := experts.clamped) is None:
         inner_MF = gated(gate_MF, up_MF, experts.activation)
     else:
@@ -445,15 +446,23 @@ def _feed_forward(
         inner_MF = (up_MF + 1) * (gate_MF * sigmoid(gate_MF * clamped.alpha))
     parts = _exact_parts(x_MD, params, mesh)
     if parts is None:
-        return grouped_linear(inner_MF, params["expert_down"], ends_E)
+        return _expert_products(inner_MF, params["expert_down"], ends_E)
     wide = mesh.size("tensor") > 1
     return grouped_linear_in_parts(inner_MF, params["expert_down"], ends_E, parts, wide=wide)
+
+
+def _expert_products(x_MK: Tensor, weight: Tensor | LowRank, ends_E: Tensor) -> Tensor:
+    """Products of rows, sorted by expert, with the matrices of their experts, and with their factors."""
+    if isinstance(weight, Tensor):
+        return grouped_linear(x_MK, weight, ends_E)
+    return grouped_linear(x_MK, weight.plain, ends_E) + grouped_factors(x_MK, weight, ends_E)
 
 
 def _exact_parts(x: Tensor, params: trees.Tree, mesh: Mesh) -> int | None:
     """Number of this rank's fixed parts of a sum over an expert's inner dim; None: sums have no fixed order."""
     weights = [params[name] for name in ("expert_gate", "expert_up", "expert_down")]
-    return fixed_parts(weights[2].shape[2], mesh) if computes_exactly(x, *weights) else None
+    adapted = any(isinstance(weight, LowRank) for weight in weights)
+    return None if adapted or not computes_exactly(x, *weights) else fixed_parts(weights[2].shape[2], mesh)
 
 
 def _expert_axes(experts: Experts, mesh: Mesh, held: int) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from funrl.models.decoder.experts import Moe, routed_mixture, routing_of
 from funrl.models.decoder.layers import CacheShapes, Context, KeysValues, Norm, WeightAxes, WeightShapes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
+from funrl.models.low_rank import multiply
 from funrl.models.model import RouterLoad
 from funrl.models.split_residual import enter
 from funrl.models.token_costs import LayerCost
@@ -149,7 +150,7 @@ class DenseBesideExperts:
         x_BTD = context.stream_BTD
         assert x_BTD is not None
         router_BTD = self.norm(x_BTD, params["router_scale"]) * x_BTD.shape[-1] ** -0.5
-        logits_BTE = linear(router_BTD, params["router"])
+        logits_BTE = multiply(router_BTD, params["router"])
         own_BTD = self.norm(x_BTD, params["expert_norm"])
         out_BTD, load = routed_mixture(self.experts, mesh, params, own_BTD, logits_BTE, routing_of(context))
         return dense_BTD + self.norm(out_BTD, params["expert_out_norm"]), load

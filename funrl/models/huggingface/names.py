@@ -17,7 +17,7 @@ from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.configs.delta_nets import NESTED_PREFIX, TEXT_PARTS
 from funrl.models.huggingface.configs.hf_family import UNEMBED
 from funrl.models.huggingface.families import family_of
-from funrl.models.lora import FIRST, SECOND, plain_name
+from funrl.models.lora import BY_EXPERT, FIRST, SECOND, plain_name
 from funrl.models.model import Model
 from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.vision.model import VISION
@@ -72,7 +72,8 @@ def names_of(model: Model) -> Names:
 
     A tensor here may be the one there with the heads as a dim of their own. The experts of a layer are one tensor here;
     a file has one each, by the names of `expert_names`. A file may hold several weights as one tensor: `stored_in`. The
-    factors of adapters have the names of PEFT's files, less what these begin with.
+    factors of adapters have the names of PEFT's files, less what these begin with; those of experts, which PEFT has as
+    one, have names like them.
 
     Example: {"layers/0/attn/q": ("model.layers.0.self_attn.q_proj.weight", (H * N, D)), ...}
     """
@@ -95,8 +96,12 @@ def names_of(model: Model) -> Names:
         elif weight == name:
             names[name] = theirs(plain_name(name)), merged(name, shape)
         else:
-            rows, columns = _hf_shape(weight, shapes[weight])
             file = module_name(config.source.family, theirs(plain_name(weight)).removesuffix(".weight"))
+            if weight.rsplit("/", 1)[-1] in BY_EXPERT:
+                end = ".lora_A.weight" if name.endswith(FIRST) else ".lora_B.weight"
+                names[name] = file + end, shape
+                continue
+            rows, columns = _hf_shape(weight, shapes[weight])
             if name.endswith(FIRST):
                 names[name] = f"{file}.lora_A.weight", (shape[0], columns)
             else:

@@ -25,6 +25,7 @@ from funrl.models.errors import ModelError
 from funrl.models.float8_weights import float8_model_problem
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
+from funrl.rollout.adapter_engine import LoadedAdapter
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import MakeBackend, TorchBackend, backend_of
 from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, page_tokens, pass_tokens
@@ -33,7 +34,7 @@ from funrl.rollout.native.control_rows import ControlRows
 from funrl.rollout.native.device.decode_state import Spare
 from funrl.rollout.native.expert_lanes import ExpertLanesBackend
 from funrl.rollout.native.float8_backend import Float8Backend
-from funrl.rollout.native.loading import LoadedAdapter, native_weights, own_parts, shards, spec_of_adapter
+from funrl.rollout.native.loading import native_weights, own_parts, shards, spec_of_adapter
 from funrl.rollout.native.passes import Backend, run_plan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
@@ -180,7 +181,7 @@ class NativeEngine:
 
     def adapter_weights(self, lora: Lora) -> WeightSpec:
         """The form in which `load_adapter` takes the factors of an adapter."""
-        return spec_of_adapter(self.model, self.weights.mesh, self.weights, lora)
+        return spec_of_adapter(self.model, self.weights, lora)
 
     def load_adapter(
         self, name: str, lora: Lora, named_weights: Iterable[tuple[str, Tensor]], version: int = 0
@@ -232,7 +233,8 @@ class NativeEngine:
 
     def held_adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """This rank's shards of an adapter's factors, as `held_weights` gives those of the base."""
-        return self.adapters[name].shaped(self._backend.held_adapter(self.adapters[name].number))
+        adapter = self.adapters[name]
+        return own_parts(adapter.weights, self._backend.held_adapter(adapter.number))
 
     def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
         """Record routes in completions: (pages, tokens) -> the experts of a sequence's first tokens."""

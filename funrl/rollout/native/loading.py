@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,26 +16,6 @@ from funrl.models.lora import trained_part, with_lora
 from funrl.models.model import Lora, Model
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.engine import WeightSpec
-
-
-class LoadedAdapter(NamedTuple):
-    """An adapter that an engine has.
-
-    Attributes:
-      number: in the backend.
-      lora: its rank, scale and targets.
-      weights: the form in which its factors are taken.
-      version: of its factors.
-    """
-
-    number: int
-    lora: Lora
-    weights: WeightSpec
-    version: int
-
-    def shaped(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Factors whose dims are merged, as they were loaded."""
-        return own_parts(self.weights, named)
 
 
 def own_parts(spec: WeightSpec, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -75,12 +54,12 @@ def native_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     return WeightSpec(names, layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes), mesh, dtype=dtype)
 
 
-def spec_of_adapter(model: Model, mesh: Mesh, weights: WeightSpec, lora: Lora) -> WeightSpec:
+def spec_of_adapter(model: Model, weights: WeightSpec, lora: Lora) -> WeightSpec:
     """The form in which an engine takes the factors of an adapter.
 
     Args:
       model: without adapters.
-      mesh, weights: of the engine.
+      weights: of the engine.
 
     Raises:
       ModelError: the model takes no adapters, or has none of the targets.
@@ -89,6 +68,6 @@ def spec_of_adapter(model: Model, mesh: Mesh, weights: WeightSpec, lora: Lora) -
     if not set(lora.targets).intersection(name.rsplit("/", 1)[-1] for name, _ in trees.named(model.shapes)):
         raise ModelError(f"an adapter of {', '.join(sorted(lora.targets))}, none of which the model has")
     shapes = trained_part(adapted, adapted.shapes)
-    placed = trained_part(adapted, layouts(adapted.shapes, adapted.axes, GENERATE, sizes=mesh.sizes))
+    placed = trained_part(adapted, layouts(adapted.shapes, adapted.axes, GENERATE, sizes=weights.mesh.sizes))
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(shapes)}
-    return WeightSpec(names, placed, mesh, dtype=weights.dtype, adapters=True, float8=weights.float8)
+    return WeightSpec(names, placed, weights.mesh, dtype=weights.dtype, adapters=True, float8=weights.float8)

@@ -33,7 +33,7 @@ from funrl.models.huggingface.weight_files import split_shards
 from funrl.models.model import Model
 from funrl.rollout.vllm.contract import VLLM_DEFAULTS, CacheCounts, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
-from funrl.rollout.vllm.server import NUMBER, plain_requests
+from funrl.rollout.vllm.server import NUMBER, SCALE, factor_digest, plain_requests
 
 RETRY_S = 0.5  # between requests to a server that does not answer
 STATUS_S = 10.0  # timeout of a status request
@@ -49,7 +49,7 @@ class RemoteCore:
     Attributes:
       url: of the server.
       generation: number of times that the server has lost all requests.
-      sent: bytes of the newest weights that were sent, as patches or whole.
+      sent: bytes of the newest weights that were sent, as patches or whole, or of the newest adapter.
 
     Args:
       url: such as http://127.0.0.1:8100.
@@ -69,6 +69,7 @@ class RemoteCore:
         self._counts = CacheCounts(0, 0, 0, used_pages=0, preempted=0)
         self._asleep = self._loaded = False  # whether the server sleeps; whether it has loaded all weights
         self._weights: list[Path] = []
+        self._adapters: dict[int, bytes] = {}  # as they were sent
         self.sent = 0
         self._folder = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -98,6 +99,7 @@ class RemoteCore:
         room = LARGEST_SHARE * sum(file.stat().st_size for file in base)
         patches: list[bytes] = []
         self._weights = []
+        self._adapters.clear()
         self._loaded = False
         for number, bucket in enumerate(split_shards(named_weights, BUCKET_BYTES)):
             file = Path(self._folder.name) / f"{number:06}"
@@ -124,6 +126,27 @@ class RemoteCore:
         """Nothing: weights are not read back from a server; see `Core`."""
         return iter(())
 
+    def load_adapter(self, number: int, scale: float, factors: Mapping[str, Tensor]) -> None:
+        """Send an adapter, which is kept for a restarted server; see `Core`."""
+        own = {name: x.detach().cpu().contiguous() for name, x in factors.items()}
+        described = {NUMBER: torch.tensor(number), SCALE: torch.tensor(scale, dtype=torch.float64)}
+        body = self._adapters[number] = save_safetensors(own | described)
+        self.sent = len(body)
+        self._send("adapter", body)  # a server that was lost has it when it is back
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter; see `Core`."""
+        self._adapters.pop(number, None)
+        self._send("drop_adapter", {"number": number})
+
+    def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor | None]]:
+        """Factors that the server has by its digests of them; NaN where it has others. See `Core`."""
+        digests = self._send("held_adapter", {"number": number}) or self._send("held_adapter", {"number": number})
+        for name, x in load_safetensors(self._adapters[number]).items():
+            if name not in (NUMBER, SCALE):
+                same = digests.get(name) == factor_digest(x)
+                yield name, x if same else torch.full_like(x, torch.nan)
+
     def sleep(self) -> None:
         """Free the memory of keys and values; see `Core`."""
         self._asleep = True
@@ -138,10 +161,11 @@ class RemoteCore:
         """Pages of its cache, as last reported by the server; see `Core`."""
         return self._counts
 
-    def _send(self, what: str, message: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    def _send(self, what: str, message: Mapping[str, Any] | bytes | None = None) -> Mapping[str, Any]:
         """Send a message and return the server's answer; {} if the server was lost and is back."""
+        body = message if isinstance(message, bytes) else json.dumps(message or {}).encode()
         try:
-            answer = self._ask(what, json.dumps(message or {}).encode(), self._timeout_s)
+            answer = self._ask(what, body, self._timeout_s)
         except OSError as error:
             self._reach(error)
             return {}
@@ -203,6 +227,8 @@ class RemoteCore:
         self._ask("open", json.dumps(self._sizes).encode(), self._timeout_s)  # it forgets all requests
         if self._weights and (instance, True) != (self._instance, self._loaded):
             self._send_weights()
+        for adapter in self._adapters.values():
+            self._ask("adapter", adapter, self._timeout_s)
         self._ask("sleep" if self._asleep else "wake", b"{}", self._timeout_s)
         self._instance = instance
 
@@ -272,4 +298,4 @@ def vllm_client(
     }
     core = RemoteCore(url, sizes, timeout_s)
     weights = vllm_weights(model, mesh, dtype)
-    return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
+    return VLLMEngine(model, weights, core, options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from funrl.kinds import OwnedLines
+from funrl.models.model import Lora
 from funrl.rollout.sampling_parameters import Sampling
 
 
@@ -19,12 +20,18 @@ class VLLMOptions(NamedTuple):
       cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
       compiled: use vLLM's compiler.
       decode: token ids -> text, for stop strings.
+      lora: adapters that it adds to its weights; None: none.
+      adapters: versions of them that it computes with at once.
+      record_kept: as in `NativeOptions`.
     """
 
     max_rows: int = 512
     cache_bytes: int = 0
     compiled: bool = False
     decode: Callable[[list[int]], str] | None = None
+    lora: Lora | None = None
+    adapters: int = 1
+    record_kept: bool = False
 
 
 VLLM_DEFAULTS = VLLMOptions()
@@ -39,6 +46,7 @@ class CoreRequest(NamedTuple):
       written: number of tokens of the completion so far.
       count: bound on the tokens to sample.
       sampling, seed, owned: as in `Request`.
+      adapter: number of the one that is added to the weights; 0: none.
     """
 
     number: int
@@ -48,6 +56,7 @@ class CoreRequest(NamedTuple):
     sampling: Sampling
     seed: int
     owned: OwnedLines | None = None
+    adapter: int = 0
 
 
 class SampledTokens(NamedTuple):
@@ -58,6 +67,7 @@ class SampledTokens(NamedTuple):
       tokens: token ids.
       raw_logp, sampling_logp: nats of each.
       cached: tokens of `CoreRequest.tokens` that were found in the cache.
+      kept: ids that could be sampled at each token; None: they are not recorded.
     """
 
     number: int
@@ -65,6 +75,7 @@ class SampledTokens(NamedTuple):
     raw_logp: list[float]
     sampling_logp: list[float]
     cached: int
+    kept: list[list[int]] | None = None
 
 
 class CacheCounts(NamedTuple):
@@ -101,7 +112,23 @@ class Core(Protocol):
         """Forget all requests."""
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, and forget what the old ones computed. No request is unfinished."""
+        """Replace all weights, and forget adapters and what the old ones computed. No request is unfinished."""
+
+    def load_adapter(self, number: int, scale: float, factors: Mapping[str, Tensor]) -> None:
+        """Add an adapter, or replace the one of that number.
+
+        Args:
+          number: above 0, by which requests name it.
+          scale: of the product of the factors.
+          factors: by PEFT's names.
+        """
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter. No request has it."""
+
+    def held_adapter(self, number: int) -> Iterable[tuple[str, Tensor | None]]:
+        """Factors that vLLM computes with, by PEFT's names, as they were given; others where they differ."""
+        ...
 
     def held(self) -> Iterable[tuple[str, Tensor | None]]:
         """Weights by their Hugging Face names; None instead of one that cannot be read back."""

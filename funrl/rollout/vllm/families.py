@@ -25,6 +25,12 @@ CPU_LATENT = 512, 64  # sizes of the vector of keys and values, and of its rotat
 CPU_EXPERTS = 32  # on a CPU it divides the embedding, and in gpt_oss a rank's part of an expert's inner size
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 LLAMA_LIKE = ("ministral3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "exaone4", "ernie4_5")
+# That vLLM adds adapters to, proven as families are. On a CPU it has no kernel for experts beside adapters, and in phi3
+# several of our weights are one matrix with one pair of factors.
+ADAPTED_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", *GEMMA),
+    *("granite", "smollm3", "olmo2", "olmo3", "exaone4", "ernie4_5"),
+)
 DENSE = ("llama", "mistral", "qwen2", "qwen3", *GEMMA, *LLAMA_LIKE, *PROCESSORS)
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "minimax_m2", "ernie4_5_moe", "glm4_moe", "gpt_oss")
 EXPERTS = (*SPARSE, "deepseek_v2", "deepseek_v3")

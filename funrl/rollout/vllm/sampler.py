@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.rollout.kept_tokens import keep_tokens, unpack_ids
 from funrl.rollout.sampling import sample_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -39,10 +40,12 @@ class RequestSampler:
     Attributes:
       requests: sampling of each unfinished request, by vLLM's own id.
       unsampled: ids of tokens that are never sampled.
+      kept: ids that the last step could sample, by vLLM's own id of the request; None: they are not recorded.
     """
 
-    def __init__(self, runner: Any, unsampled: Sequence[int] = ()):
+    def __init__(self, runner: Any, unsampled: Sequence[int] = (), record_kept: bool = False):
         self.requests: dict[str, RequestSampling] = {}
+        self.kept: dict[str, list[int]] | None = {} if record_kept else None
         self.unsampled = list(unsampled)
         self._runner = runner
 
@@ -54,10 +57,32 @@ class RequestSampler:
         states = [self._runner.requests[name] for name in ids]
         if self.unsampled:
             logits[:, self.unsampled] = -torch.inf
-        token_R, logp_R2 = sample_rows(logits, states, [self.requests[name] for name in ids])
+        samplings = [self.requests[name] for name in ids]
+        token_R, logp_R2 = sample_rows(logits, states, samplings)
+        if self.kept is not None:
+            kept = keep_rows(logits, token_R, logp_R2, samplings)
+            self.kept = {ids[row]: x for row, x in kept.items()}
         pairs_R2 = torch.stack([token_R, torch.full_like(token_R, NO_TOKEN)], 1).int()
         rank_R = torch.zeros(len(token_R), dtype=torch.int64, device=logits.device)
         return SamplerOutput(token_R.int().unsqueeze(1), LogprobsTensors(pairs_R2, logp_R2, rank_R))
+
+
+def keep_rows(
+    logits_RV: Tensor, token_R: Tensor, logp_R2: Tensor, samplings: list[RequestSampling]
+) -> dict[int, list[int]]:
+    """Ids that truncated sampling could take, by row; the sampled tokens' log-probabilities among them are written.
+
+    Args:
+      logits_RV, samplings: as in `sample_rows`.
+      token_R, logp_R2: the results of that.
+    """
+    kept: dict[int, list[int]] = {}
+    for sampling in {request.sampling for request in samplings if request.sampling.truncated}:
+        rows = [row for row, request in enumerate(samplings) if request.sampling == sampling]
+        here = torch.tensor(rows, device=logits_RV.device)
+        logp_R2[here, 1], bits_RB = keep_tokens(logits_RV[here].float(), token_R[here], sampling)
+        kept |= {row: ids.tolist() for row, ids in zip(rows, unpack_ids(bits_RB.cpu().numpy()), strict=True)}
+    return kept
 
 
 def sample_rows(logits_RV: Tensor, states: list[Any], samplings: list[RequestSampling]) -> tuple[Tensor, Tensor]:

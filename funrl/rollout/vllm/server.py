@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 import ipaddress
 import json
 import os
@@ -45,6 +46,7 @@ from funrl.mesh.mesh import single
 from funrl.mesh.patches import apply_patch
 from funrl.models import decoder_model
 from funrl.models.huggingface.config import config_from_hf
+from funrl.models.model import Lora
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.contract import Core, CoreRequest, VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
@@ -54,7 +56,8 @@ PART_BYTES = 1 << 20  # of a body that are read at once, whatever it announces
 LARGEST_MESSAGE = 1 << 30  # of the largest message, which is requests with their tokens
 LARGEST_BUCKET = 1 << 36  # of the largest bucket, which is one tensor that is larger than usual
 ARRIVING = "arriving-"  # of a bucket that is not whole yet
-NUMBER = "#"  # name of the tensor with the number of the bucket that a patch is of
+NUMBER = "#"  # name of the tensor with the number of the bucket that a patch is of, or of an adapter
+SCALE = "#scale"  # name of the tensor with an adapter's scale
 
 Answer = Mapping[str, Any]
 Start = Callable[[Answer], Core]
@@ -167,7 +170,12 @@ class CoreServer(ThreadingHTTPServer):
         return sorted(path for path in Path(self.buckets.name).iterdir() if not path.name.startswith(ARRIVING))
 
     def _answer(self, what: str, body: bytes) -> Answer:
-        message = json.loads(body) if body else {}
+        if what == "adapter" and self.core is not None:
+            factors = load_safetensors(body)
+            number, scale = (factors.pop(name).item() for name in (NUMBER, SCALE))
+            self.core.load_adapter(int(number), scale, factors)
+            return {}
+        message = json.loads(body) if body and what != "adapter" else {}
         if not isinstance(message, dict):
             raise ValueError(f"{what}: an object with entries is needed, not {message!r:.60}")
         if what == "open":
@@ -201,6 +209,10 @@ class CoreServer(ThreadingHTTPServer):
                     self._check_buckets(message.get("buckets"))
                     core.reload(self._weights())
                     self.loaded = True
+            case "drop_adapter":
+                core.drop_adapter(message["number"])
+            case "held_adapter":
+                return {name: factor_digest(x) for name, x in core.held_adapter(message["number"]) if x is not None}
             case "sleep":
                 core.sleep()
             case "wake":
@@ -278,7 +290,7 @@ class CoreHandler(BaseHTTPRequestHandler):
             raise RefusedError(403, f"Origin: {origin}: a page in a browser may not ask this server")
         if self.server.loopback and not is_loopback(host):
             raise RefusedError(403, f"Host: {host}: this server is for its own machine; --host makes it one for others")
-        length = self._length(LARGEST_BUCKET if what == "bucket" else LARGEST_MESSAGE)
+        length = self._length(LARGEST_BUCKET if what in ("bucket", "adapter") else LARGEST_MESSAGE)
         if what == "bucket":
             if length > shutil.disk_usage(self.server.buckets.name).free:
                 raise RefusedError(507, f"Content-Length: {length}: the disk has no room for it")
@@ -323,6 +335,12 @@ def host_name(header: str) -> str:
     return header.rpartition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0]
 
 
+def factor_digest(x: Tensor) -> str:
+    """Digest of the bits of a factor of an adapter, with its shape."""
+    bits = x.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(repr(tuple(x.shape)).encode() + bits.tobytes()).hexdigest()
+
+
 def plain_requests(requests: Sequence[CoreRequest]) -> list[dict[str, Any]]:
     """Requests as JSON values."""
     return [request._asdict() | {"sampling": dataclasses.asdict(request.sampling)} for request in requests]
@@ -340,7 +358,11 @@ def start_here(message: Answer, device: str) -> Core:
     """Start vLLM on this machine's device, for the model sizes in a message."""
     model = decoder_model(config_from_hf(message["config"]))
     mesh = single("cuda:0" if device == "cuda" else "cpu")
-    return start_vllm(model, mesh, getattr(torch, message["dtype"]), VLLMOptions(**message["options"]))
+    options = VLLMOptions(**message["options"])
+    if options.lora is not None:  # a list, as JSON has it
+        rank, alpha, targets = options.lora
+        options = options._replace(lora=Lora(rank, alpha, tuple(targets)))
+    return start_vllm(model, mesh, getattr(torch, message["dtype"]), options)
 
 
 def serve() -> None:

@@ -283,8 +283,13 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
             raise settings.refusal(f"{{{name}}}: {what}; {way_out}")
 
 
-def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: Given) -> None:
+def check_mask_replay(
+    settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, generating: Mapping[str, int]
+) -> None:
     """Check that the trainer can take the distributions that the engine truncates.
+
+    Args:
+      generating: sizes of the mesh to generate on.
 
     Raises:
       SettingsError: naming the flag.
@@ -292,19 +297,13 @@ def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm
     if not settings.sampling.mask_replay:
         return
     refused = {
-        "model": (any(model.abilities.routers for model in models.values()), "a model with experts is not replayed"),
-        "mesh": (settings.devices.train.chosen["sequence"] > 1, "sp splits the tokens of a row; use dp and tp"),
+        "generate_mesh": (generating["expert"] > 1, "ranks of ep share rows, which are not recorded; use dp and tp"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "device": (settings.devices.device == "xla", "give --device=cpu"),
     }
     for name, (present, reason) in refused.items():
         if present:
             raise settings.refusal(f"{{mask_replay}} with {{{name}}}: {reason}")
-    if has_environment(settings, given):
-        flag = environment_flag(settings, given)
-        raise settings.refusal(
-            f"{{mask_replay}} with {flag}: the rows of episodes do not have the tokens; leave it out"
-        )
     if learns_from_demonstrations(algorithm):
         raise settings.refusal(
             "{mask_replay}: demonstrations, which the algorithm reads, were not sampled; leave it out"

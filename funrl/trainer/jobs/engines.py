@@ -18,12 +18,13 @@ from funrl.models import Model, Placed
 from funrl.models.errors import ModelError
 from funrl.models.float8_weights import float8_model_problem
 from funrl.models.lora import added_adapters, trained_part
-from funrl.models.model import Layer
+from funrl.models.model import Layer, Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtypes
+from funrl.rollout.adapter_engine import AdapterEngine, AdaptingEngine
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.hf_engine import hf_engine, hf_weights
-from funrl.rollout.native.adapter_engine import AdapterEngine
+from funrl.rollout.ledger import LedgerRule
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.rollout.native.static_decode import drafts_problem
@@ -31,6 +32,7 @@ from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
+from funrl.rollout.vllm.adapters import vllm_adapter_problem, vllm_adapter_weights
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm
@@ -70,11 +72,15 @@ class EngineMaker(NamedTuple):
       make: (job, place) -> the engine.
       weights: (model, mesh, dtype) -> the form in which it takes weights, also where the engine is on other ranks.
       check: (settings, model, mesh): raises ValueError or ImportError where the engine cannot generate here.
+      adapter_problem: (model, adapters, device, dtype) -> reason why it gets merged weights, where it adds adapters.
+      adapter_weights: (model, form of its weights, adapters) -> the form in which it takes adapters.
     """
 
     make: Callable[[Job, EnginePlace], Engine]
     weights: Callable[[Model, Mesh, torch.dtype], WeightSpec]
     check: Callable[[Settings, Model, Mesh], None] = lambda settings, model, mesh: None
+    adapter_problem: Callable[[Model, Lora, str, torch.dtype], str | None] = lambda model, lora, device, dtype: None
+    adapter_weights: Callable[[Model, WeightSpec, Lora], WeightSpec] = spec_of_adapter
 
 
 def native_options(job: Job) -> NativeOptions:
@@ -111,7 +117,17 @@ def _vllm_options(job: Job, mesh: Mesh) -> VLLMOptions:
     mode = job.settings.models.compile
     compiled = mode == "on" or (mode == "auto" and mesh.device.type == "cuda")
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    return VLLMOptions(job.settings.engines.decode_rows, cache_bytes(job.settings), compiled, decode=decode)
+    settings = job.settings
+    rule = LedgerRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
+    return VLLMOptions(
+        settings.engines.decode_rows,
+        cache_bytes(settings),
+        compiled,
+        decode=decode,
+        lora=adapters_apart(job, job.models[job.main_role], mesh.device.type),
+        record_kept=settings.sampling.mask_replay,
+        adapters=rule.most_age + 1,  # completions of so many versions run at once
+    )
 
 
 def _make_native(job: Job, place: EnginePlace) -> Engine:
@@ -167,8 +183,19 @@ def _check_hf(settings: Settings, model: Model, mesh: Mesh) -> None:
 
 MAKERS = {  # by the value of --engine; their abilities are in `engine_abilities.ENGINES`
     "native": EngineMaker(_make_native, native_weights, _check_native),
-    "vllm": EngineMaker(_make_vllm, vllm_weights, _check_vllm),
-    "vllm_server": EngineMaker(_make_vllm_client, vllm_weights),  # a server says what it cannot do on its own device
+    "vllm": EngineMaker(
+        _make_vllm,
+        vllm_weights,
+        _check_vllm,
+        adapter_problem=vllm_adapter_problem,
+        adapter_weights=vllm_adapter_weights,
+    ),
+    "vllm_server": EngineMaker(  # a server says what it cannot do on its own device
+        _make_vllm_client,
+        vllm_weights,
+        adapter_problem=vllm_adapter_problem,
+        adapter_weights=vllm_adapter_weights,
+    ),
     "hf": EngineMaker(_make_hf, hf_weights, _check_hf),
 }
 
@@ -210,13 +237,29 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
         MAKERS[settings.engines.engine].check(settings, model, mesh)
 
 
+def adapters_apart(job: Job, policy: Model, device: str, note: Callable[[str], None] = lambda _: None) -> Lora | None:
+    """The adapters of a policy that the engine adds to its base; None: it has none, or the engine gets merged weights.
+
+    Args:
+      note: receives the reason why an engine that adds adapters gets merged weights.
+    """
+    lora = added_adapters(policy)
+    name = _engine_name(job, policy)
+    if lora is None or policy.adapters is None or not ENGINES[name].adapters:
+        return None
+    problem = MAKERS[name].adapter_problem(policy.adapters.plain, lora, device, job.dtype)
+    if problem is not None:
+        note(f"{given_flag(job.settings, 'engine')} gets weights with merged adapters: {problem}")
+    return lora if problem is None else None
+
+
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
     """Make an engine for the policy, without weights yet. Every rank calls it.
 
     Args:
       placed: the model that the run begins with.
-      policy: the same with adapters, where the policy has some: a native engine adds `added_adapters` to the base, and
-        others are merged, as for other engines.
+      policy: the same with adapters, where the policy has some: the engine adds `adapters_apart` to the base, and
+        gets others merged.
     """
     if (generators := job.settings.devices.generators) is not None:
         return _ray_generator(job, placed, generators.sizes)
@@ -225,7 +268,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)._replace(mesh=replicas)
     engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
-    if isinstance(engine, NativeEngine) and (lora := added_adapters(policy.model)):
+    if lora := adapters_apart(job, policy.model, mesh.device.type, note):
+        engine = cast(AdaptingEngine, engine)
         base = AdaptedBase(engine, _plan_to(engine.weights, placed.stored, placed.mesh, job))
         adapted = AdapterEngine(engine, job.main_role, lora)
         to_engine = _plan_to(adapted.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
@@ -306,17 +350,18 @@ def judging_mesh(job: RLJob, sizes: dict[str, int], mesh: Mesh, only: str | None
 def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> Generator:
     """The generator of other ranks, as a rank that trains sees it."""
     requests = Requests(placed.mesh)
-    lora = added_adapters(policy.model) if job.settings.engines.abilities.adapters else None
-    weights = MAKERS[_engine_name(job, placed.model)].weights(placed.model, mesh, job.dtype)
+    maker = MAKERS[_engine_name(job, placed.model)]
+    lora = adapters_apart(job, policy.model, mesh.device.type)
+    weights = maker.weights(placed.model, mesh, job.dtype)
     spec = dataclasses.replace(weights, streamed=False, float8=job.settings.engines.float8)  # they come by a plan
     engine = RemoteEngine(spec, requests, base=lora is not None)
     to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
     if lora is None:
         return Generator(cast(Engine, engine), mesh, to_engine, proof=SyncProof())
-    factors = spec_of_adapter(placed.model, mesh, spec, lora)
+    factors = dataclasses.replace(maker.adapter_weights(placed.model, spec, lora), streamed=False)
     to_factors = _plan_to(factors, trained_part(policy.model, policy.stored), placed.mesh, job)
     adapter = RemoteEngine(factors, requests)
-    base = AdaptedBase(cast(NativeEngine, engine), to_engine)
+    base = AdaptedBase(cast(Engine, engine), to_engine)
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
 
 

@@ -13,6 +13,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.decoder.sequence_parallel import is_ring
+from funrl.models.lora import added_adapters
 from funrl.rollout.native.aligned_trial import aligned_trial_problem
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import given_flag
@@ -80,8 +81,8 @@ def sums_problem(job: RLJob, model: Model, training: Mesh, generating: Mesh) -> 
         return f"there are no C++ kernels for {job.dtype}"
     if isinstance(sums, str):
         return sums
-    if job.lora is not None and job.agents.policies:
-        return "the engines of second policies merge adapters, which the trainer adds"
+    if (problem := _adapters_problem(job)) is not None:
+        return problem
     sizes = training.sizes
     heads = model.abilities.heads
     if is_ring(settings.devices.sequence_parallel, -(-heads // sizes["tensor"]), sizes):
@@ -90,6 +91,15 @@ def sums_problem(job: RLJob, model: Model, training: Mesh, generating: Mesh) -> 
     if len(splits) > 1 and any(heads % ranks for ranks in splits):
         return f"{' and '.join(map(str, sorted(splits)))} tensor ranks do not all divide {heads} heads"
     return split_problem(sums, splits)
+
+
+def _adapters_problem(job: RLJob) -> str | None:
+    """The reason why an engine computes otherwise than the trainer, which adds adapters; None: it does not."""
+    if job.lora is None:
+        return None
+    if added_adapters(job.models[job.main_role]) is None:
+        return "the engine merges adapters of routers, experts or a vision tower, which the trainer adds"
+    return "the engines of second policies merge adapters, which the trainer adds" if job.agents.policies else None
 
 
 def split_problem(sums: tuple[int, ...], splits: set[int]) -> str | None:

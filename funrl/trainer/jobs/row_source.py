@@ -293,6 +293,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     owned = None if job.model.owned is None else job.model.owned.none
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
     form = form._replace(pictures=picture_form_of(job.tokenizer), objective_of=objective_of(job))
+    form = form._replace(kept=job.settings.sampling.mask_replay)
     log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(environment, chat, limits, form, models=models, log=log, source_of=source_of(job.task.prompts))
 

@@ -800,8 +800,8 @@ class AdapterSettings:
     lora_alpha: float | None = flag(None, "adapters are scaled by alpha / rank", above(0), chosen="the rank")
     lora_targets: str = flag(
         "all-linear",
-        "projections with adapters, by PEFT's names: q_proj,v_proj; a vision tower has them where it is named: "
-        "all-linear,vision or vision.qkv",
+        "projections with adapters, by PEFT's names: q_proj,v_proj; named beside all-linear: experts,router, vision or "
+        "vision.qkv",
     )
     adapter: str | None = flag(None, "directory of adapters on --model that the run begins with", requires="model")
 

@@ -50,6 +50,7 @@ from funrl.trainer.sources.generation import (
     first_problem,
     share_table,
     token_fields,
+    with_kept,
     with_objectives,
 )
 from funrl.trainer.sources.pending_rewards import add_totals
@@ -119,7 +120,7 @@ def rollout_of_episodes(
     episodes, costs = run
     mesh = engine.mesh
     count = len(examples) * sampling.samples
-    form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
+    form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped and not setup.form.kept)
     rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
     rows = rows._replace(batch=with_objectives(rows.batch, examples, form))
     transcripts = [transcript_of(number, episode, form) for number, episode in episodes]
@@ -225,7 +226,14 @@ def rows_of_episodes(
     numbers = [begins_E[number] + i for (number, _), some in zip(own, paths, strict=True) for i in range(len(some))]
     assert np.array_equal(expected, np.array(numbers, dtype=np.int64)), "a rank's episodes are not ascending"
     flat = [(episode, path) for (_, episode), some in zip(own, paths, strict=True) for path in some]
-    tokens = _fields_of(flat, form, mesh.device)
+    spans = [
+        [
+            Span(node.tokens, node.numbers if node in path.trained else None, node.routes, node.kept)
+            for node in path.nodes
+        ]
+        for _, path in flat
+    ]
+    tokens = _fields_of(flat, spans, form, mesh.device)
     columns = {
         "length": torch.tensor([path.length for _, path in flat], dtype=torch.int64, device=mesh.device),
         "agent": torch.tensor(
@@ -245,6 +253,7 @@ def rows_of_episodes(
     )
     owned = [joined_lines([node.owned for node in path.nodes]) for _, path in flat]
     rows = with_owned(rows_of(batch, owner_B, mesh), owned, form.owned)
+    rows = with_kept(rows, spans, mesh.device) if form.kept else rows
     units = episode_units(rows.batch)
     return rows.with_fields(**episode_fields(rows.batch, units)), table
 
@@ -291,12 +300,10 @@ def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
     return episode.status == "done" and all(finish in ("stop", "string") for finish in last)
 
 
-def _fields_of(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
+def _fields_of(
+    flat: Sequence[tuple[Episode, RowPath]], spans: Sequence[Sequence[Span]], form: RowForm, device: torch.device
+) -> dict[str, Tensor]:
     """Fields per token of this rank's rows."""
-    spans = [
-        [Span(node.tokens, node.numbers if node in path.trained else None, node.routes) for node in path.nodes]
-        for _, path in flat
-    ]
     fields = token_fields(spans, form, device)
     shape = fields["tokens"].shape
     turn, author, state = torch.zeros(3, *shape, dtype=TOKEN_INT)

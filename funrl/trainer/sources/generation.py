@@ -20,6 +20,7 @@ from torch import Tensor
 
 from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
 from funrl.batch import TOKEN_INT, Batch, declare
+from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
 from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT
@@ -346,11 +347,13 @@ class Span(NamedTuple):
       tokens: their ids.
       numbers: from the policy, where they are trained; None: they are context.
       routes: of the row's tokens up to these, as in `Completion`.
+      kept: ids that could be sampled at each of them; None: they are not recorded.
     """
 
     tokens: Sequence[int] | Tensor
     numbers: SampledNumbers | None = None
     routes: Tensor | None = None
+    kept: KeptTokens | None = None
 
 
 def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form: RowForm = PLAIN_FORM) -> Rows:
@@ -377,7 +380,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     length_R = prompt_P.repeat_interleave(samples) + done.lengths
     prompts = [examples[number // samples] for number in done.own.tolist()]
     spans = [
-        [Span(prompt.tokens), Span(x.tokens, SampledNumbers(x.raw_logp, x.sampling_logp, x.versions), x.routes)]
+        [Span(prompt.tokens), Span(x.tokens, SampledNumbers(x.raw_logp, x.sampling_logp, x.versions), x.routes, x.kept)]
         for prompt, x in zip(prompts, done.completions, strict=True)
     ]
     scored = done.scores.shape[1] > 0
@@ -402,9 +405,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
         own = [ScoredCompletion(number, x.written, score_R[number]) for number, x in numbered]
         lines = form.context.lines(examples, own, samples)
         rows = rows.declaring(CONTEXT_FIELDS).with_fields(**{TEACHER_PROMPT: Ragged(*(x.to(device) for x in lines))})
-    if not form.kept:
-        return rows
-    return rows.declaring(KEPT_FIELDS).with_fields(**kept_fields(done.completions, prompts, device))
+    return with_kept(rows, spans, device) if form.kept else rows
 
 
 def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
@@ -421,30 +422,43 @@ def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) ->
     return declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=objective_P[batch.group])
 
 
-def kept_fields(
-    completions: Sequence[Completion], prompts: Sequence[Example], device: torch.device
-) -> dict[str, Tensor | Ragged]:
-    """The tokens that could be sampled at each token of this rank's rows; the prompts are those of the rows.
+def with_kept(rows: Rows, own: Sequence[Sequence[Span]], device: torch.device) -> Rows:
+    """Rows with the tokens that could be sampled at each of their trained tokens.
+
+    Args:
+      own: spans of this rank's rows.
 
     Raises:
       ValueError: an engine has not recorded them.
     """
-    kept = [x.kept for x in completions if x.kept is not None]
-    if len(kept) < len(completions):
-        raise ValueError("the engine has not recorded what it could have sampled: record_kept=True")
-    begins = [len(prompt.tokens) for prompt in prompts]
-    longest = max((begin + len(x.counts_N) for begin, x in zip(begins, kept, strict=True)), default=1)
-    counts = torch.zeros(len(kept), math.ceil(longest / 8) * 8, dtype=TOKEN_INT)
-    for row, begin, x in zip(counts, begins, kept, strict=True):
-        row[begin : begin + len(x.counts_N)] = x.counts_N
-    lines = ragged([x.ids_M for x in kept], torch.zeros(0, dtype=TOKEN_INT))
-    return {"kept": Ragged(*(x.to(device) for x in lines)), "kept_counts": counts.to(device)}
+    empty = torch.zeros(0, dtype=TOKEN_INT)
+    counts = torch.zeros(_shape_of(own), dtype=TOKEN_INT)
+    lines = []
+    for row, spans in zip(counts, own, strict=True):
+        ids = [empty]
+        begin = 0
+        for span in spans:
+            end = begin + len(span.tokens)
+            if span.numbers is not None:
+                if span.kept is None:
+                    raise ValueError("the engine has not recorded what it could have sampled: record_kept=True")
+                row[begin:end] = span.kept.counts_N
+                ids.append(span.kept.ids_M)
+            begin = end
+        lines.append(torch.cat(ids))
+    kept = Ragged(*(x.to(device) for x in ragged(lines, empty)))
+    return rows.declaring(KEPT_FIELDS).with_fields(kept=kept, kept_counts=counts.to(device))
+
+
+def _shape_of(rows: Sequence[Sequence[Span]]) -> tuple[int, int]:
+    """Shape of fields per token of this rank's rows, right-padded to a multiple of 8 tokens."""
+    longest = max((sum(len(span.tokens) for span in spans) for spans in rows), default=1)
+    return len(rows), math.ceil(longest / 8) * 8
 
 
 def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
     """Fields per token of this rank's rows, right-padded to a multiple of 8 tokens."""
-    longest = max((sum(len(span.tokens) for span in spans) for spans in rows), default=1)
-    shape = (len(rows), math.ceil(longest / 8) * 8)
+    shape = _shape_of(rows)
     tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
     mask = torch.zeros(shape, dtype=torch.bool)
     rollout_logp = torch.zeros(shape, dtype=form.dtype)

@@ -33,7 +33,7 @@ class AdaptedBase(NamedTuple):
       make_plan: () -> the plan from the base's stored layouts to the engine's, made once.
     """
 
-    engine: NativeEngine
+    engine: Engine
     make_plan: Callable[[], Plan]
 
     @property

@@ -87,7 +87,12 @@ def _base_for_engine(
     parts: GeneratingParts, base: AdaptedBase, frozen: Mapping[str, trees.Tree]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the base of adapters as its engine takes it, made when it is asked for."""
-    yield from base.engine.weights.named(reshard(base_weights(parts, frozen).tree(), base.to_engine, parts.mesh))
+    weights = base_weights(parts, frozen)
+    form = base.engine.weights
+    if form.streamed:
+        yield from weights.exported(form.names)
+    else:
+        yield from form.named(reshard(weights.tree(), base.to_engine, parts.mesh))
 
 
 def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> DeviceWeights:

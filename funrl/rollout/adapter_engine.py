@@ -1,19 +1,60 @@
-"""One adapter of a native engine as an engine of its own."""
+"""One adapter of an engine that adds adapters to a base, as an engine of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from funrl.models.model import Lora
-from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.engine import Engine, EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request
 
 
+class LoadedAdapter(NamedTuple):
+    """An adapter that an engine has.
+
+    Attributes:
+      number: in the engine's backend.
+      lora: its rank, scale and targets.
+      weights: the form in which its factors are taken.
+      version: of its factors.
+    """
+
+    number: int
+    lora: Lora
+    weights: WeightSpec
+    version: int
+
+
+class AdaptingEngine(Engine, Protocol):
+    """An engine that adds adapters to its weights.
+
+    Attributes:
+      adapters: by name.
+    """
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]: ...
+
+    def adapter_weights(self, lora: Lora) -> WeightSpec:
+        """The form in which `load_adapter` takes the factors of an adapter."""
+        ...
+
+    def load_adapter(
+        self, name: str, lora: Lora, named_weights: Iterable[tuple[str, Tensor]], version: int = 0
+    ) -> None:
+        """Give an adapter to requests that name it, or replace its factors."""
+        ...
+
+    def held_adapter(self, name: str) -> Iterable[tuple[str, Tensor | None]]:
+        """Factors of an adapter that the engine computes with, as `held_weights` gives those of the base."""
+        ...
+
+
 class AdapterEngine:
-    """An `Engine` whose weights are the factors of one adapter, over a native engine that has the base.
+    """An `Engine` whose weights are the factors of one adapter, over an engine that has the base.
 
     Requests that name no adapter are completed with it, and its version is theirs.
 
@@ -24,7 +65,7 @@ class AdapterEngine:
       weights, version, paused: as in `Engine`.
     """
 
-    def __init__(self, base: NativeEngine, name: str, lora: Lora):
+    def __init__(self, base: AdaptingEngine, name: str, lora: Lora):
         self.base = base
         self.name = name
         self.lora = lora
@@ -39,10 +80,10 @@ class AdapterEngine:
         return self.base.paused
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Replace the factors; see `NativeEngine.load_adapter`."""
+        """Replace the factors; see `AdaptingEngine.load_adapter`."""
         self.base.load_adapter(self.name, self.lora, named_weights, version)
 
-    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
         """This rank's shards of the factors; see `Engine`."""
         return self.base.held_adapter(self.name)
 
