@@ -449,8 +449,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         **(_episode_fields(job, shape, begins, wide) if has_environment(job.settings) else {}),
     )
     if objectives := len(job.algorithm.objectives):
-        own = {OBJECTIVE: batch.group % objectives}
-        batch = declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(**own)
+        batch = declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=batch.group % objectives)
     if not job.settings.sampling.mask_replay:
         return batch
     return declare(batch, KEPT_FIELDS)._replace(kept_counts=torch.zeros(shape, dtype=TOKEN_INT))
