@@ -246,8 +246,8 @@ def _backward(
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
     blocks = list(_blocks(offsets, window, q))
     if len(blocks) == 1 and blocks[0].queries == slice(0, len(q)):  # there is nothing to add to, and no padding
-        grads = _block_gradients(blocks[0], d_out, q, k, v, out, lse, scale)
-        return tuple(_in_layout(x, like) for x, like in zip(grads, (q, k, v), strict=True))
+        d_q, d_k, d_v = _block_gradients(blocks[0], d_out, q, k, v, out, lse, scale)
+        return _in_layout(d_q, q), _in_layout(d_k, k), _in_layout(d_v, v)
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
     for block in blocks:
         grads = _block_gradients(block, d_out, q, k, v, out, lse, scale)
@@ -405,11 +405,11 @@ def _band(queries: int, keys: int, reach: int, q: Tensor) -> Tensor:
 
 def _block_gradients(
     block: _Block, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries of a block, and of the keys and values that they see, [tokens, heads, N] each."""
     d_out_part, out_part = (_segments_of(x, block.queries, block.count) for x in (d_out, out))
     sums = lse[:, block.queries].view(len(lse), block.count, -1).transpose(0, 1).contiguous()
-    grads = _attention_backward(
+    d_q, d_k, d_v = _attention_backward(
         d_out_part.contiguous(),
         *_heads_first(block, q, k, v),
         out_part,
@@ -419,7 +419,7 @@ def _block_gradients(
         attn_mask=block.band,
         scale=scale or None,
     )
-    return [_tokens_first(grad) for grad in grads]
+    return _tokens_first(d_q), _tokens_first(d_k), _tokens_first(d_v)
 
 
 def _in_layout(x: Tensor, like: Tensor) -> Tensor:

@@ -114,26 +114,24 @@ def operator(
         short = name.removeprefix("funrl::")
         _LIBRARY.define(short + torch.library.infer_schema(fn, mutates_args=()))
         _LIBRARY.impl(short, fn, device_types.upper() if device_types else "CompositeExplicitAutograd")
-        registered = DirectOperator(getattr(torch.ops.funrl, short).default, fn, direct)
-        _LIBRARY.impl(short, _autograd_kernel(registered), "Autograd", with_keyset=True)
-        return registered
+        definition = getattr(torch.ops.funrl, short).default
+        _LIBRARY.impl(short, _autograd_kernel(definition, fn, direct), "Autograd", with_keyset=True)
+        return DirectOperator(definition, fn, direct)
 
     return decorate
 
 
-def _autograd_kernel(registered: DirectOperator) -> Callable:
+def _autograd_kernel(definition: OpOverload, function: Callable, devices: tuple[str, ...]) -> Callable:
     """What autograd's keys of the dispatcher call: an operator whose backward pass is an error.
 
     Compiled code comes here too. On plain tensors without a gradient the function is called at once, as another round
     through the dispatcher takes longer than it.
     """
-    op = registered.definition
-    info = Info(functools.partial(_refuse_gradient, op.name()), None)
-    watched = make_autograd_impl(op, info)
+    watched = make_autograd_impl(definition, Info(functools.partial(_refuse_gradient, definition.name()), None))
 
     def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if is_plain(*_tensors(args), devices=registered.devices) and not _is_differentiated(args):
-            return registered.function(*args, **kwargs)
+        if is_plain(*_tensors(args), devices=devices) and not _is_differentiated(args):
+            return function(*args, **kwargs)
         return watched(keyset, *args, **kwargs)
 
     return call
