@@ -6,6 +6,7 @@ The C++ code is that of a decoding step (`decode_step`), so a pass made of these
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from typing import NamedTuple
 
@@ -94,6 +95,7 @@ def unpack_panels(panels: Tensor, outputs: int, inputs: int, parts: int = 1) -> 
     return w_NK.unflatten(1, (parts, -1))[:outputs, :, : inputs // parts].flatten(1)
 
 
+@functools.lru_cache(maxsize=1024)  # each product asks, and a model has few shapes
 def panel_numbers(N: int, K: int, parts: int, dtype: torch.dtype) -> int:
     """Numbers that a weight [N, K] has in panels, the padding included. Raises ValueError for other parts."""
     check_parts(parts, K)
@@ -137,7 +139,6 @@ def packed_linear(
       ValueError: x has not K columns, the weight has groups, or the bias is another than it must be.
     """
     bits = kernel_bits("x", x_MK, 2)
-    x_MK = x_MK.detach()
     if x_MK.shape[1] != packed.inputs or x_MK.dtype != packed.panels.dtype:
         raise ValueError(
             f"x is {x_MK.dtype} with {x_MK.shape[1]} columns, the packed weight {packed.panels.dtype} with "
@@ -151,12 +152,11 @@ def packed_linear(
         check_tensor("bias_N", bias_N, x_MK.dtype, (packed.outputs,))
     M = x_MK.shape[0]
     x_MK = x_MK.contiguous()
-    bias_N = None if bias_N is None else bias_N.detach().contiguous()
+    bias_N = None if bias_N is None else bias_N.contiguous()
     y_MN = x_MK.new_empty(M, packed.outputs, dtype=real_of(x_MK.dtype) if wide else None)
-    pointers = (None if x is None else x.data_ptr() for x in (x_MK, packed.panels, bias_N, y_MN))
-    terms = (packed.inputs // packed.parts, packed.parts)
-    sizes = (wide, M, packed.outputs, *terms)
-    library().funrl_linear(bits, *pointers, *sizes, threads or torch.get_num_threads())
+    pointers = (x_MK.data_ptr(), packed.panels.data_ptr(), None if bias_N is None else bias_N.data_ptr())
+    sizes = (wide, M, packed.outputs, packed.inputs // packed.parts, packed.parts)
+    library().funrl_linear(bits, *pointers, y_MN.data_ptr(), *sizes, threads or torch.get_num_threads())
     return y_MN
 
 

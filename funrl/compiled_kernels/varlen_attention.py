@@ -32,7 +32,9 @@ from funrl.compiled_kernels.kernel_library import KernelError
 from funrl.compiled_kernels.mutual_attention import add_later, later_gradients, mutual_mask
 from funrl.compiled_kernels.packed import AttentionOptions, sequence_attention
 
-_aten = torch.ops.aten
+# A packet of overloads would look for the one that fits in each call.
+_attention_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
 _KNOWN = WeakTensorKeyDictionary()  # offsets -> their version and runs
 _BOUNDS = WeakTensorKeyDictionary()  # offsets -> their `SegmentBounds`
@@ -217,7 +219,7 @@ def _forward(
     out = torch.zeros_like(q)
     lse = q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q))
     for block in _blocks(offsets, window, q):
-        values, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+        values, sums = _attention_forward(
             *_heads_first(block, q, k, v), 0.0, block.band is None, attn_mask=block.band, scale=scale or None
         )
         out[block.queries] = _tokens_first(values)
@@ -242,25 +244,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cap:
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
+    blocks = list(_blocks(offsets, window, q))
+    if len(blocks) == 1 and blocks[0].queries == slice(0, len(q)):  # there is nothing to add to, and no padding
+        d_q, d_k, d_v = _block_gradients(blocks[0], d_out, q, k, v, out, lse, scale)
+        return _in_layout(d_q, q), _in_layout(d_k, k), _in_layout(d_v, v)
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
-    for block in _blocks(offsets, window, q):
-        queries = block.queries
-        d_out_part, out_part = (_segments_of(x, queries, block.count) for x in (d_out, out))
-        sums = lse[:, queries].unflatten(1, (block.count, -1)).transpose(0, 1).contiguous()
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_out_part.contiguous(),
-            *_heads_first(block, q, k, v),
-            out_part,
-            sums,
-            0.0,
-            block.band is None,
-            attn_mask=block.band,
-            scale=scale or None,
-        )
-        d_q[queries] = _tokens_first(grads[0])
+    for block in blocks:
+        grads = _block_gradients(block, d_out, q, k, v, out, lse, scale)
+        d_q[block.queries] = grads[0]
         for whole, part in ((d_k, grads[1]), (d_v, grads[2])):
             # Keys within a window are seen by the queries of several blocks.
-            whole[block.keys] = _tokens_first(part) if block.band is None else whole[block.keys] + _tokens_first(part)
+            whole[block.keys] = part if block.band is None else whole[block.keys] + part
     return d_q, d_k, d_v
 
 
@@ -409,9 +403,34 @@ def _band(queries: int, keys: int, reach: int, q: Tensor) -> Tensor:
     return torch.zeros_like(distance, dtype=q.dtype).masked_fill_((distance < 0) | (distance >= reach), -torch.inf)
 
 
+def _block_gradients(
+    block: _Block, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the queries of a block, and of the keys and values that they see, [tokens, heads, N] each."""
+    d_out_part, out_part = (_segments_of(x, block.queries, block.count) for x in (d_out, out))
+    sums = lse[:, block.queries].view(len(lse), block.count, -1).transpose(0, 1).contiguous()
+    d_q, d_k, d_v = _attention_backward(
+        d_out_part.contiguous(),
+        *_heads_first(block, q, k, v),
+        out_part,
+        sums,
+        0.0,
+        block.band is None,
+        attn_mask=block.band,
+        scale=scale or None,
+    )
+    return _tokens_first(d_q), _tokens_first(d_k), _tokens_first(d_v)
+
+
+def _in_layout(x: Tensor, like: Tensor) -> Tensor:
+    """x with the strides of a tensor of its shape."""
+    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
+
+
 def _segments_of(x_THN: Tensor, part: slice, count: int) -> Tensor:
     """Part of a row, which is `count` segments, as [count, H, tokens, N]."""
-    return x_THN[part].unflatten(0, (count, -1)).transpose(1, 2)
+    x_THN = x_THN[part]
+    return x_THN.view(count, -1, *x_THN.shape[1:]).transpose(1, 2)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

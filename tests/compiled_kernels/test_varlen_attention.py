@@ -493,3 +493,19 @@ def test_a_gpu_equals_the_reference(dtype, tolerance, window):
     close = functools.partial(zip, strict=True)
     for got, want in close(gradients(out, (q, k, v), d_out.detach()), gradients(expected, wide, d_out.double())):
         assert (got - want).abs().max() < tolerance * (1 + want.abs().max())
+
+
+@pytest.mark.parametrize("ends", [[6], [3, 6], [2, 5], [6, 6]], ids=str)
+def test_gradients_have_the_strides_of_what_they_are_of(ends):
+    """Compiled code relies on it; with one block of equal segments nothing is copied that need not be."""
+    q, d_out = (torch.randn(3, 6, 4, dtype=torch.float64).transpose(0, 1) for _ in range(2))
+    k, v = (torch.randn(6, 1, 4, dtype=torch.float64) for _ in range(2))
+    offsets = torch.tensor([0, *ends], dtype=torch.int32)
+    numbers = (offsets, 0, 6, 0.0, 0.0)
+    out, lse, seed = kernels._forward(q, k, v, *numbers)
+    grads = kernels._backward(d_out, q, k, v, out, lse, offsets, 0, 6, seed, 0.0, 0.0)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    reference = varlen_attention_reference(*(x.unsqueeze(0) for x in leaves), offsets)
+    expected = torch.autograd.grad(reference, leaves, d_out.unsqueeze(0))
+    for got, x, want in zip(grads, (q, k, v), expected, strict=True):
+        assert got.stride() == x.stride() and (got - want).abs().max() < 1e-12

@@ -47,7 +47,7 @@ def keep_alignment() -> Iterator[None]:
 
 def is_aligned(x: Tensor) -> bool:
     """True if a tensor goes to the Triton kernels of a fixed order, where it `computes_exactly`."""
-    return aligned_on(x.device.type)
+    return bool(_triton_devices) and aligned_on(x.device.type)
 
 
 def aligned_on(device: str) -> bool:

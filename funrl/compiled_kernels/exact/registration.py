@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 from torch._ops import OpOverload
 from torch.library import CustomOpDef
 
@@ -113,10 +114,27 @@ def operator(
         short = name.removeprefix("funrl::")
         _LIBRARY.define(short + torch.library.infer_schema(fn, mutates_args=()))
         _LIBRARY.impl(short, fn, device_types.upper() if device_types else "CompositeExplicitAutograd")
-        torch.library.register_autograd(name, functools.partial(_refuse_gradient, name), lib=_LIBRARY)
-        return DirectOperator(getattr(torch.ops.funrl, short).default, fn, direct)
+        definition = getattr(torch.ops.funrl, short).default
+        _LIBRARY.impl(short, _autograd_kernel(definition, fn, direct), "Autograd", with_keyset=True)
+        return DirectOperator(definition, fn, direct)
 
     return decorate
+
+
+def _autograd_kernel(definition: OpOverload, function: Callable, devices: tuple[str, ...]) -> Callable:
+    """What autograd's keys of the dispatcher call: an operator whose backward pass is an error.
+
+    Compiled code comes here too. On plain tensors without a gradient the function is called at once, as another round
+    through the dispatcher takes longer than it.
+    """
+    watched = make_autograd_impl(definition, Info(functools.partial(_refuse_gradient, definition.name()), None))
+
+    def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if is_plain(*_tensors(args), devices=devices) and not _is_differentiated(args):
+            return function(*args, **kwargs)
+        return watched(keyset, *args, **kwargs)
+
+    return call
 
 
 def _refuse_gradient(name: str, *_: object) -> None:
