@@ -73,13 +73,14 @@ def expected(k, normalized, ids_TK=None):
     return out_TD.detach(), trees.fill(params, grads), d_x
 
 
-def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids_TK=None):
+def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids_TK=None, node=None):
     """The largest difference of outputs and gradients from those of one process, over all ranks.
 
     Args:
       split: each tensor rank has a part of the tokens of its group.
       bound: of the rows of a rank's experts, and where `rows` measure them, theirs.
       ids_TK: experts of all tokens.
+      node: ranks of a node; None: all are on one.
     """
     out, grads, d_x = expected(k, normalized, ids_TK)
     params, x_TD, g_TD = weights()
@@ -95,7 +96,7 @@ def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids
     def own(x, rank):
         return group_of(x, rank).chunk(shares)[coordinates(sizes, rank)["tensor"] % shares].clone()
 
-    with simulate(mesh_text) as mesh:
+    with simulate(mesh_text, node) as mesh:
         mine = trees.map(lambda x: x.requires_grad_(), scatter(params, layouts))
         x_BTD = per_rank(mesh.world, lambda rank: own(x_TD, rank).unsqueeze(0)).requires_grad_()
         g = per_rank(mesh.world, lambda rank: own(g_TD, rank))
@@ -137,6 +138,15 @@ def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids
 def test_values_and_gradients_are_those_of_a_loop_over_tokens(mesh, k, normalized, bound):
     text, _, split = mesh.partition(" ")
     assert worst(text, k, normalized, bool(split), bound) < 1e-12
+
+
+BY_NODE = [("ep4", 2, 1), ("ep4", 2, 2), ("ep4", 2, 4), ("dp2,ep4", 2, 3), ("ep4,tp2", 4, 3), ("ep4,tp2 split", 4, 2)]
+
+
+@pytest.mark.parametrize("mesh,node,k", BY_NODE)
+def test_tokens_that_go_once_to_a_node_give_the_values_and_gradients_of_a_loop(mesh, node, k):
+    text, _, split = mesh.partition(" ")
+    assert worst(text, k, True, bool(split), ENOUGH, node=node) < 1e-12
 
 
 class Scaled(torch.autograd.Function):

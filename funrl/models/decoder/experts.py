@@ -1,10 +1,11 @@
 """A feed-forward layer that is a mixture of experts, on one rank or over the mesh axis `expert`. No token is dropped.
 
-Every token goes to its k experts, which may be on other ranks of `expert`. There are two ways there and back:
+Every token goes to its k experts, which may be on other ranks of `expert`. There are three ways there and back:
 
 | way | sends to the experts | brings home | where |
 |---|---|---|---|
 | exchanged | a block of rows to each rank: all_to_all | the same back | rows are bounded, or sums have an order |
+| by node | a row to each node, from there to ranks | sums of a node | rows are bounded, ranks are on several nodes |
 | gathered | every token to every rank of the group: all_gather | psum_scatter | else: a few tokens, and XLA |
 
 No size depends on what the router says, so the host waits for no device. The experts of a rank have a fixed number of
@@ -223,6 +224,8 @@ class Dispatch(NamedTuple):
       spreads: whether each tensor rank sends its part of the tokens alone.
       exact: whether sums have a fixed order.
       row_bound: as in `RoutingInputs`.
+      slots: of the tokens of a rank, where some of the ids to dispatch are none as the tokens have come from other
+        nodes; None: every id is one.
     """
 
     mesh: Mesh
@@ -230,6 +233,7 @@ class Dispatch(NamedTuple):
     spreads: bool
     exact: bool
     row_bound: int | None
+    slots: int | None = None
 
     def own(self, x_TK: Tensor) -> Tensor:
         """The part of the tokens that this rank sends, of what is the same on all tensor ranks."""
@@ -274,7 +278,9 @@ def _partial_sums(
     all_BTD = enter(h_BTD, mesh, split) if experts.shared or not way.spreads else h_BTD
     tokens_BTD = h_BTD if way.spreads else all_BTD
     weights_TK = way.own(routes.weights_TK) if way.spreads else pbroadcast(routes.weights_TK, mesh, "tensor")
-    dispatch = dispatch_exchanged if way.over and way.row_bound is not None else dispatch_gathered
+    dispatch = dispatch_gathered
+    if way.over and way.row_bound is not None:
+        dispatch = dispatch_exchanged if mesh.nodes is None else dispatch_by_node
     out_TD, peak = dispatch(experts, way, params, tokens_BTD.flatten(0, 1), weights_TK, way.own(routes.ids_TK))
     out_BTD = out_TD.view(tokens_BTD.shape)
     if not experts.shared:
@@ -343,16 +349,16 @@ def dispatch_exchanged(
     """The same with blocks of rows, each for the experts of a rank, on their way.
 
     Where rows are bounded, the tokens go in two halves: rows of one are on their way while experts compute the other.
+    Tokens that have come from other nodes are such a half.
     """
     ranks = way.mesh.size(way.over)
     own = params["expert_gate"].shape[0]
-    halves = 1 if way.row_bound is None else 2
+    halves = 1 if way.row_bound is None or way.slots is not None else 2
     sent: list[ExpertSlots] = []
     paths = []
     for ids_tK in _without_padding(experts, way, ids_TK, own).chunk(halves):
         slots = ids_tK.numel()
-        bounded = slots if way.row_bound is None else max(-(-way.row_bound * slots // (4 * ranks)), LEAST_ROWS)
-        rows = min(slots, bounded)
+        rows = _bounded_rows(way, way.slots or slots, ranks, most=slots)
         sent.append(slots_by_rank(ids_tK, ranks, own, rows))
         paths.append(([rows] * ranks, [rows] * ranks, way.mesh, way.over))
     ends_SE = all_to_all(torch.cat([part.ends for part in sent], 1), way.mesh, way.over, split=0, concat=0)
@@ -365,8 +371,92 @@ def dispatch_exchanged(
         combine(wait_rows(y_MD, *path), weights_tK, part)
         for y_MD, (part, path, _, _, weights_tK) in zip(rows_MD, parts, strict=True)
     ]
-    peaks = [_peak(way, part.needed, part.row_TK.numel()) for part in sent]
+    peaks = [_peak(way, part.needed, way.slots or part.row_TK.numel()) for part in sent]
     return torch.cat(sums), torch.stack(peaks).max()
+
+
+class NodeVisits(NamedTuple):
+    """Tokens on their way to the nodes of their experts.
+
+    Attributes:
+      slots: a row for each token and node.
+      path: arguments of `start_rows`.
+      arriving: rows [M, D], their weights and ids of experts [M, K], which have begun to be sent.
+      mean: number of tokens that go to a node, where experts are chosen evenly.
+    """
+
+    slots: ExpertSlots
+    path: tuple[list[int], list[int], Mesh, Axes]
+    arriving: tuple[Tensor, Tensor, Tensor]
+    mean: float
+
+
+def dispatch_by_node(
+    experts: Experts, way: Dispatch, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same where ranks with other experts are on several nodes: a token goes once to each node of its experts.
+
+    From there rows go to the experts inside of the node. What these make of a token is added up in the node and comes
+    home as one row. One half of the tokens is between nodes while experts compute the other.
+    """
+    nodes = way.mesh.nodes
+    if nodes is None:
+        raise ValueError("the ranks of a mesh are not on several nodes")
+    own = params["expert_gate"].shape[0]
+    held = own * nodes.inside.size(way.over)
+    first = nodes.across.index(way.over) * held
+    halves = zip(*(x.chunk(2) for x in (h_TD, weights_TK, _without_padding(experts, way, ids_TK, own))), strict=True)
+    visits = [_start_visits(experts, way, held, *half) for half in halves]
+    peaks, leaving = [], []
+    for slots, path, arriving, mean in visits:
+        h_MD, weights_MK, ids_MK = (wait_rows(x, *path) for x in arriving)
+        local_MK = torch.where((ids_MK >= first) & (ids_MK < first + held), ids_MK - first, held)
+        inside = way._replace(mesh=nodes.inside, slots=slots.row_TK.numel())
+        out_MD, peak = dispatch_exchanged(experts, inside, params, h_MD, weights_MK, local_MK)
+        leaving.append(start_rows(out_MD, *path))
+        peaks += [peak, torch.where(slots.needed > LEAST_ROWS, slots.needed.double() / mean, 0.0)]
+    sums = []
+    for out_MD, (slots, path, _, _) in zip(leaving, visits, strict=True):
+        ones_TK = torch.ones_like(slots.row_TK, dtype=h_TD.dtype)
+        sums.append(combine(wait_rows(out_MD, *path), ones_TK, slots))
+    return torch.cat(sums), torch.stack(peaks).max()
+
+
+def _start_visits(
+    experts: Experts, way: Dispatch, held: int, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> NodeVisits:
+    """Begin to send tokens to the nodes of their experts, of which each node has `held`."""
+    assert way.mesh.nodes is not None
+    across = way.mesh.nodes.across
+    count = across.size(way.over)
+    tokens, chosen = ids_TK.shape
+    mean = tokens * _share_of_node(experts, count, chosen)
+    rows = _bounded_rows(way, mean, 1, most=tokens)
+    slots = slots_by_rank(_first_of_each(torch.div(ids_TK, held, rounding_mode="floor"), count), count, 1, rows)
+    # A row that no token takes has a token's content, and no expert.
+    taken_M = (torch.arange(rows, device=h_TD.device) < slots.ends).flatten()
+    ids_MK = torch.where(taken_M.unsqueeze(1), ids_TK[slots.token_M], count * held)
+    path = [rows] * count, [rows] * count, across, way.over
+    sent = take_rows(h_TD, slots), take_rows(weights_TK, slots), ids_MK
+    h_MD, weights_MK, ids_MK = (start_rows(x, *path) for x in sent)
+    return NodeVisits(slots, path, (h_MD, weights_MK, ids_MK), mean)
+
+
+def _share_of_node(experts: Experts, nodes: int, chosen: int) -> float:
+    """Share of the tokens that go to a node, where experts of the groups that a token may go to are chosen evenly."""
+    reached = min(nodes, experts.chosen_groups * max(1, nodes // experts.groups)) if experts.groups > 1 else nodes
+    return reached * (1 - (1 - 1 / reached) ** chosen) / nodes
+
+
+def _first_of_each(nodes_TK: Tensor, count: int) -> Tensor:
+    """Numbers below `count`, and `count` in place of those that a token has before."""
+    same_TKK = nodes_TK.unsqueeze(2) == nodes_TK.unsqueeze(1)
+    return torch.where(same_TKK.tril(-1).any(2), count, nodes_TK).clamp(max=count)
+
+
+def _bounded_rows(way: Dispatch, slots: float, parts: int, most: int) -> int:
+    """Number of rows up to the bound for a part of some slots."""
+    return most if way.row_bound is None else min(most, max(int(-(-way.row_bound * slots // (4 * parts))), LEAST_ROWS))
 
 
 def _at_experts(experts: Experts, way: Dispatch, params: trees.Tree, x_MD: Tensor, ends_SE: Tensor) -> Tensor:
