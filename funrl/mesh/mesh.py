@@ -58,7 +58,7 @@ class Mesh:
       timeout: how long a rank waits for another in a collective before that is an error; None: torch's default.
       driven: sizes of the mesh of devices that this process alone drives, by programs of another backend, as one rank
         of this mesh; None: it has one device.
-      nodes: its ranks of `expert` by nodes; None: they are on one node, or one on each.
+      nodes: its ranks of `expert` by nodes; None: they are on one.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
@@ -144,33 +144,34 @@ class ExpertNodes(NamedTuple):
 
 
 def with_nodes(mesh: Mesh, node: int | None, group_of: Callable[[dict[str, int]], str | None]) -> Mesh:
-    """The mesh with the ranks of `expert` by nodes, where several nodes each have several of them.
+    """The mesh with the ranks of `expert` by nodes, where several nodes have as many of them.
 
     Args:
       node: ranks of each node; None: all ranks are on one.
       group_of: name of this process's group over the axis `expert` of a mesh of other sizes over the same processes;
         None in a process outside.
     """
+    if node is None or not isinstance(mesh.ranks, range) or mesh.ranks.step > 1 or mesh.ranks.start % node:
+        return mesh
     sizes = mesh.sizes
-    near, rest = divmod(node or 1, sizes["sequence"] * sizes["tensor"])
-    regular = isinstance(mesh.ranks, range) and mesh.ranks.step == 1 and mesh.ranks.start % (node or 1) == 0
-    if rest or near < 2 or sizes["expert"] <= near or sizes["expert"] % near or not regular:
+    near, rest = divmod(node, sizes["sequence"] * sizes["tensor"])
+    if rest or sizes["expert"] <= near or sizes["expert"] % near:
         return mesh
     count = sizes["expert"] // near
     split = (
         {**sizes, "expert": count, "sequence": near * sizes["sequence"]},
         {**sizes, "data": sizes["data"] * count, "expert": near},
     )
-    names = [group_of(own) for own in split]
+    names = [group_of(own) if own["expert"] > 1 else None for own in split]
     if not mesh.here:
         return mesh
     expert = mesh.index("expert")
     tensor = {axes: name for axes, name in mesh.groups.items() if axes == ("tensor",)}
-    across, inside = (
-        dataclasses.replace(mesh, sizes=own, groups={("expert",): name, **tensor}, indices={"expert": place})
-        for own, name, place in zip(split, names, (expert // near, expert % near), strict=True)
-    )
-    return dataclasses.replace(mesh, nodes=ExpertNodes(across, inside))
+    parts = []
+    for own, name, place in zip(split, names, (expert // near, expert % near), strict=True):
+        groups = tensor if name is None else {("expert",): name, **tensor}
+        parts.append(dataclasses.replace(mesh, sizes=own, groups=groups, indices={"expert": place}))
+    return dataclasses.replace(mesh, nodes=ExpertNodes(*parts))
 
 
 def single(device: torch.device | str = "cpu") -> Mesh:
