@@ -147,12 +147,12 @@ def test_values_and_gradients_are_those_of_a_loop_over_tokens(mesh, k, normalize
 
 
 BY_NODE = [  # mesh, ranks of a node and experts of a token
-    ("ep4", 2, 1),
     ("ep4", 2, 2),
     ("ep4", 2, 4),
     ("dp2,ep4", 2, 3),
     ("ep4,tp2", 4, 3),
     ("ep4,tp2 split", 4, 2),
+    ("ep4", 2, 1),  # which is one row either way
     ("ep2,tp2 split", 2, 4),  # one rank of `expert` on each node
 ]
 
@@ -313,7 +313,7 @@ DEEPSEEK_V3 = Experts(256, 8, 2048, True, (0, 1, 2), "sigmoid", False, 8, 4, sca
         (QWEN3_235B, 4096, "dp16,ep16", 168, 34),
         (QWEN3_235B, 4096, "dp8,ep32", 252, 101),
         (DEEPSEEK_V3, 7168, "dp64,ep64", 514, 232),
-        (DEEPSEEK_V3, 7168, "dp8,ep64,tp8", 72, 65),
+        (DEEPSEEK_V3, 7168, "dp8,ep64,tp8", 72, 72),  # one rank of `ep` on a node: eight experts are on seven nodes
     ],
 )
 def test_a_token_goes_once_to_a_node(experts, embed, mesh, flat, by_node):
