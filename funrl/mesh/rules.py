@@ -231,8 +231,9 @@ def layout(
             )
         names = tuple(str(a) for a in over if sizes[a] > 1)
         used += names
-        if names and isinstance(over[0], Outermost):
-            spec = _outermost(shape, [*spec, ()], names, sizes=sizes, joint=isinstance(over[0], Leading))
+        if names and all(isinstance(a, Outermost) for a in over):
+            joint = all(isinstance(a, Leading) for a in over)
+            spec = _outermost(shape, [*spec, ()], names, sizes=sizes, joint=joint)
         else:
             spec.append(names)
     twice = sorted({a for a in used if used.count(a) > 1})
