@@ -107,7 +107,7 @@ def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data", kind: type
     return {**rules, "embed": axes, "expert_embed": tuple(axis for axis in axes if axis not in taken)}
 
 
-class Split(NamedTuple):
+class AxisPart(NamedTuple):
     """Part of a mesh axis that splits a dim: a rank at position p on the axis has the part (p // inner) % size.
 
     Attributes:
@@ -164,7 +164,7 @@ class Layout:
         return tuple(dict.fromkeys(a for axes in self.spec for a in axes))
 
     @property
-    def splits(self) -> tuple[tuple[Split, ...], ...]:
+    def splits(self) -> tuple[tuple[AxisPart, ...], ...]:
         """For each dim the parts of mesh axes that split it, outermost first.
 
         Raises:
@@ -181,7 +181,7 @@ class Layout:
                     raise MeshError(f"{axis} splits several dims of {self.shape} by {self.spec}, and not into rows")
                 length //= size
                 sizes[axis] //= size
-                own.append(Split(axis, size, sizes[axis]))
+                own.append(AxisPart(axis, size, sizes[axis]))
             splits.append(tuple(own))
         return tuple(splits)
 

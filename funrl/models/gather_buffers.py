@@ -25,7 +25,7 @@ from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.message_sizes import LARGEST_BYTES, message_bytes
-from funrl.mesh.rules import Layout, Split, gather_axes
+from funrl.mesh.rules import AxisPart, Layout, gather_axes
 from funrl.models.weight_dtypes import narrow_weight
 
 ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
@@ -182,12 +182,12 @@ def least_elements() -> int:
     return GROUPED_MESSAGE if collectives.groups_messages() else OWN_MESSAGE
 
 
-def _place(place: BufferPlace, splits: list[tuple[Split, ...]]) -> BufferPlace:
+def _place(place: BufferPlace, splits: list[tuple[AxisPart, ...]]) -> BufferPlace:
     """The place with the grid of its shards; `splits`: for each dim what is gathered."""
     padded = tuple(n * math.prod(split.size for split in own) for n, own in zip(place.shard, splits, strict=True))
     grid = [part for dim, own in enumerate(splits) for part in (*own, dim)]
     lengths = tuple(place.shard[part] if isinstance(part, int) else part.size for part in grid)
-    arriving = [part for axis in AXES for part in grid if isinstance(part, Split) and part.axis == axis]
+    arriving = [part for axis in AXES for part in grid if isinstance(part, AxisPart) and part.axis == axis]
     order = tuple(grid.index(part) for part in (*arriving, *range(len(place.shard))))
     return place._replace(padded=padded, grid=lengths, order=order)
 
