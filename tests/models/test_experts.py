@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from selection import quick
 
 from funrl import trees
+from funrl.compiled_kernels.exact import dispatch
 from funrl.cost.tracing.estimate import pretended
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.tracing.tracer import Tracer
@@ -282,6 +283,27 @@ def test_ranks_on_two_nodes_have_the_bits_of_ranks_on_one(monkeypatch):
         for i, (nodes, flat) in enumerate(pairs):
             exact = i < 2 or i == len(pairs) - 1 or nodes.shape == (E, D)  # outputs, counts, tokens, and routers
             assert torch.equal(nodes, flat) if exact else (nodes - flat).abs().max() < 1e-13
+
+
+@pytest.mark.slow
+def test_the_way_by_node_is_one_graph():
+    sizes = parse("ep4,tp2")
+    draw = functools.partial(torch.randn, requires_grad=True, dtype=torch.float64)
+    params = {"router": draw(8, 12), "expert_down": draw(2, 12, 8)}
+    params |= {name: draw(2, 8, 12) for name in ("expert_gate", "expert_up")}
+
+    def run(params, x_BTD):
+        out_BTD, load = mixture(
+            Experts(8, 3, 16), mesh, params, x_BTD, RoutingInputs(split=True, row_bound=FIRST_BOUND)
+        )
+        return out_BTD, load.peak
+
+    with pretended(sizes, 4) as mesh, mock.patch.object(module, "_exact_parts", lambda *_: None):
+        with mock.patch.object(dispatch, "has_kernels", lambda: False):
+            compiled = torch.compile(run, fullgraph=True, backend="eager")
+            out_BTD, peak = compiled(params, draw(1, 6, 12))
+        out_BTD.sum().backward()
+    assert out_BTD.shape == (1, 6, 12) and peak.ndim == 0 and params["expert_up"].grad is not None
 
 
 def bytes_between_nodes(experts, embed, mesh_text, node):

@@ -14,8 +14,10 @@ from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.cost import dry_run
 from funrl.cost.tracing.hardware import COMMUNICATOR_BYTES, HARDWARE
 from funrl.mesh import collectives
+from funrl.mesh import launch as launching
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
+from funrl.models.decoder import experts
 from funrl.models.decoder.routing import Experts
 from funrl.trainer.placement.ranks import run_rank
 
@@ -62,6 +64,19 @@ def test_ranks_start_the_same_collectives_in_one_order(name, tmp_path):
     records = read_records(tmp_path)
     assert len(records) == math.prod(job.launched.values()) and len(records[0]) > 20
     check_order(records)
+
+
+@pytest.mark.slow
+def test_ranks_of_experts_on_two_nodes_start_them_in_one_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "ranks_of_node", lambda: 2)
+    monkeypatch.setattr(experts, "_exact_parts", lambda *_: None)  # as on a GPU
+    job = small_job(GRPO, SIZES | {"mlp": 8, "experts": Experts(4, 2, 8)}, mesh="ep4", fsdp=True, steps=2, **EXPERTS)
+    program = functools.partial(rank_of, job, tmp_path / "checkpoints")
+    assert launch(functools.partial(run_recorded, program, tmp_path), job.launched, "cpu") is None
+    records = read_records(tmp_path)
+    check_order(records)
+    across = {x.ranks for x in records[0] if x.content.startswith("all_to_all_single")}
+    assert {(0, 2), (0, 1)} <= across
 
 
 SPLIT = {"split_residual": "on", "fsdp": True}
