@@ -549,7 +549,7 @@ def estimate(
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     work = RankWork(tokens, hardware, pool, apart, memo or TraceMemo({}))
-    with tracing.pretended(job.sizes) as mesh:
+    with tracing.pretended(job.sizes, None if hardware.tpu else hardware.node) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else without_generator(built)
         agents = agent_bytes(job, parts, pool) + (sent_copies(job, parts) if pool == "train" else 0.0)

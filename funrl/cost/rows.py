@@ -566,9 +566,10 @@ def _traffic_before(
     """
     source = plan.before[0].mesh
     table = {}
-    if source.size(source.row_axes) > 1:
+    axes = (*source.row_axes, "tensor") if isinstance(job, RLJob) else source.row_axes  # those that know of completions
+    if source.size(axes) > 1:
         nbytes = float(WORD * table_columns(job) * len(plan.lengths))
-        table["all_reduce", source.group_name(source.row_axes)] = Traffic(1, nbytes)
+        table["all_reduce", source.group_name(axes)] = Traffic(1, nbytes)
     for key, (count, nbytes) in _moves(plan.lengths, plan.before, token_bytes, owned_bytes).items():
         add_traffic(table, key, count, nbytes)
     return table

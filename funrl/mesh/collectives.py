@@ -197,7 +197,7 @@ def start_all_gathers(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Tens
     if mesh.size(axes) == 1:
         return shards
     arguments = mesh.size(axes), mesh.group_name(axes)
-    if _grouped(shards, mesh, axes):
+    if len(shards) > 1 and groups_messages():
         return _c10d.all_gather_into_tensor_coalesced(shards, *arguments)
     return [_c10d.all_gather_into_tensor(x, *arguments) for x in shards]
 
@@ -212,7 +212,7 @@ def start_psum_scatters(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Te
     if mesh.size(axes) == 1:
         return whole
     arguments = "sum", mesh.size(axes), mesh.group_name(axes)
-    if _grouped(whole, mesh, axes):
+    if len(whole) > 1 and groups_messages():
         return _c10d.reduce_scatter_tensor_coalesced(whole, *arguments)
     return [_c10d.reduce_scatter_tensor(x, *arguments) for x in whole]
 
@@ -267,10 +267,10 @@ def from_first_rank(value: object, mesh: Mesh) -> Any:
     return values[0]
 
 
-def _grouped(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> bool:
-    """True if collectives on the tensors are one group of the backend. Gloo would copy them to one buffer and back."""
+def groups_messages() -> bool:
+    """True if several collectives are one group of the backend. Gloo would copy them to one buffer and back."""
     # Of a program that is traced for XLA there are no groups.
-    return len(xs) > 1 and dist.is_initialized() and dist.get_backend(mesh.group(axes)) != gloo.NAME
+    return dist.is_initialized() and dist.get_backend() != gloo.NAME
 
 
 def from_first(value: object, mesh: Mesh, axes: Axes) -> Any:

@@ -25,7 +25,7 @@ from funrl.mesh.mesh import Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes import gloo, heartbeat, store
 from funrl.processes.device_memory import expand_segments
-from funrl.processes.environment import read_environment
+from funrl.processes.environment import ranks_of_node, read_environment
 from funrl.processes.heartbeat import Heartbeat, Link
 from funrl.processes.store_link import Alone, LaunchAgreement, StoreLink
 from funrl.processes.watch import WaitLimits, keeper
@@ -44,6 +44,7 @@ __all__ = [
     "ranks_per_node",
     "submesh",
     "view",
+    "with_expert_nodes",
 ]
 
 Before = Callable[[int], contextlib.AbstractContextManager[Any]]
@@ -255,8 +256,9 @@ def _process_group(sizes: dict[str, int], own: _Rank, device: str, client: Any, 
             **options,
         )
         heartbeat.name_group(dist.group.WORLD.group_name, "all ranks", True)  # type: ignore[union-attr]
-        names = groups(sizes, timeout=timeout)
-    yield Mesh(sizes, rank, where, groups=names, timeout=timeout)
+        mesh = Mesh(sizes, rank, where, groups=groups(sizes, timeout=timeout), timeout=timeout)
+        mesh = with_expert_nodes(mesh, ranks_of_node())
+    yield mesh
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
     heartbeat.entered("barrier", dist.group.WORLD.group_name)  # type: ignore[union-attr]
     dist.barrier()
@@ -311,7 +313,8 @@ def submesh(mesh: Mesh, sizes: Mapping[str, int], ranks: Sequence[int]) -> Mesh:
         raise MeshError(f"the mesh {shape} is to be over the ranks {list(ranks)}; this run has {run}")
     rank = ranks.index(process) if process in ranks else -1
     names = groups(sizes, ranks, mesh.timeout)
-    return Mesh(sizes, rank, mesh.device, groups=names, over=ranks, process=process, timeout=mesh.timeout)
+    part = Mesh(sizes, rank, mesh.device, groups=names, over=ranks, process=process, timeout=mesh.timeout)
+    return with_expert_nodes(part, ranks_of_node())
 
 
 def groups(
@@ -339,6 +342,20 @@ def groups(
         if name is not None:
             names[axes] = name
     return names
+
+
+def with_expert_nodes(mesh: Mesh, node: int | None) -> Mesh:
+    """The mesh with the ranks of `expert` by nodes of `node` ranks; None: all are on one. See `Mesh.nodes`.
+
+    Called by every process of the run, in the same order.
+    """
+    ranks = mesh.ranks
+
+    def group_of(sizes: dict[str, int]) -> str | None:
+        parts = meshes.members(sizes, ("expert",))
+        return _group_name(tuple(tuple(ranks[i] for i in part) for part in parts), "expert by nodes", mesh.timeout)
+
+    return meshes.with_nodes(mesh, node, group_of)
 
 
 def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelta | None) -> str | None:

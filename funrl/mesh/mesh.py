@@ -7,12 +7,13 @@ over all processes of a run, or over some of them: two meshes are two views of t
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ class Mesh:
       timeout: how long a rank waits for another in a collective before that is an error; None: torch's default.
       driven: sizes of the mesh of devices that this process alone drives, by programs of another backend, as one rank
         of this mesh; None: it has one device.
+      nodes: its ranks of `expert` by nodes; None: they are on one.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
@@ -68,6 +70,7 @@ class Mesh:
     process: int = -1
     timeout: timedelta | None = None
     driven: dict[str, int] | None = field(default=None, repr=False)
+    nodes: ExpertNodes | None = field(default=None, repr=False)
 
     row_axes: ClassVar[tuple[str, ...]] = ROW_AXES
     token_axes: ClassVar[tuple[str, ...]] = TOKEN_AXES
@@ -126,6 +129,49 @@ class Mesh:
 
     def __str__(self) -> str:
         return text(self.sizes)
+
+
+class ExpertNodes(NamedTuple):
+    """Ranks of `expert` on several nodes, as two meshes of the same processes.
+
+    Attributes:
+      across: its axis `expert` has the ranks with one place in their nodes, one of each node.
+      inside: its axis `expert` has the ranks of one node.
+    """
+
+    across: Mesh
+    inside: Mesh
+
+
+def with_nodes(mesh: Mesh, node: int | None, group_of: Callable[[dict[str, int]], str | None]) -> Mesh:
+    """The mesh with the ranks of `expert` by nodes, where several nodes have as many of them.
+
+    Args:
+      node: ranks of each node; None: all ranks are on one.
+      group_of: name of this process's group over the axis `expert` of a mesh of other sizes over the same processes;
+        None in a process outside.
+    """
+    if node is None or not isinstance(mesh.ranks, range) or mesh.ranks.step > 1 or mesh.ranks.start % node:
+        return mesh
+    sizes = mesh.sizes
+    near, rest = divmod(node, sizes["sequence"] * sizes["tensor"])
+    if rest or sizes["expert"] <= near or sizes["expert"] % near:
+        return mesh
+    count = sizes["expert"] // near
+    split = (
+        {**sizes, "expert": count, "sequence": near * sizes["sequence"]},
+        {**sizes, "data": sizes["data"] * count, "expert": near},
+    )
+    names = [group_of(own) if own["expert"] > 1 else None for own in split]
+    if not mesh.here:
+        return mesh
+    expert = mesh.index("expert")
+    tensor = {axes: name for axes, name in mesh.groups.items() if axes == ("tensor",)}
+    parts = []
+    for own, name, place in zip(split, names, (expert // near, expert % near), strict=True):
+        groups = tensor if name is None else {("expert",): name, **tensor}
+        parts.append(dataclasses.replace(mesh, sizes=own, groups=groups, indices={"expert": place}))
+    return dataclasses.replace(mesh, nodes=ExpertNodes(*parts))
 
 
 def single(device: torch.device | str = "cpu") -> Mesh:

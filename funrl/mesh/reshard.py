@@ -441,14 +441,14 @@ def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:
         route = work.plan.route(leaf)
         old = work.leaves[leaf].held.old or ()
         elements = plans.volume(box)
-        sizes = dict(zip(AXES, route.src.sizes, strict=True))
-        # The result is a grid of blocks: each of its dims is the axes gathered there, outermost first, and the dim of
-        # a block. The rows have the same axes in front, but in the order of the mesh.
-        grid = [(*(axis for axis in spec if axis in route.axes), dim) for dim, spec in enumerate(route.src.spec)]
-        dims = [dim for dims in grid for dim in dims]
-        lengths = [sizes[dim] if isinstance(dim, str) else old[dim][1] - old[dim][0] for dim in dims]
-        order = [*route.axes, *range(len(old))]
-        target = _result(work, leaf).view(lengths).permute([dims.index(dim) for dim in order])
-        rows = whole[:, offset : offset + elements].reshape([*(sizes[axis] for axis in route.axes), *shape(box)])
+        # The result is a grid of blocks: each of its dims is the parts of axes gathered there, outermost first, and the
+        # dim of a block. The rows have the same parts in front, but in the order of the mesh.
+        splits = [[split for split in own if split.axis in route.axes] for own in route.src.splits]
+        dims = [part for dim, own in enumerate(splits) for part in (*own, dim)]
+        lengths = [old[part][1] - old[part][0] if isinstance(part, int) else part.size for part in dims]
+        parts = [split for axis in route.axes for own in splits for split in own if split.axis == axis]
+        order = [*parts, *range(len(old))]
+        target = _result(work, leaf).view(lengths).permute([dims.index(part) for part in order])
+        rows = whole[:, offset : offset + elements].reshape([*(split.size for split in parts), *shape(box)])
         target[(..., *slices(box, old))].copy_(rows)
         offset += elements

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,9 +36,15 @@ class Uneven(str):
 
 
 class Outermost(Uneven):
-    """A mesh axis that splits the outermost dim that it divides; where that is none before the rule's, as `Uneven`.
+    """A mesh axis that splits the outermost dim that it divides; where that is none before the rule's, as `Uneven`."""
 
-    Parts of the outermost dim need no rearranging when they are gathered: one after the other they are the whole.
+
+class Leading(Outermost):
+    """A mesh axis that splits the outermost dims together; where it does not divide them, as `Outermost`.
+
+    Each of these dims is split into single rows before the next is split, so that one axis may split several: 64 ranks
+    split 4 heads of 128 numbers into 4 and 16 parts. Such parts need no rearranging when they are gathered: one after
+    the other they are the whole.
     """
 
 
@@ -80,10 +87,10 @@ GENERATE: Rules = dict(COMPUTE)  # ranks of `expert` generate other rows, and se
 WHOLE_EXPERTS: Rules = {**GENERATE, "experts": None}  # each of them with all experts
 
 
-def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data", outermost: bool = True) -> Rules:
+def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data", kind: type[Uneven] = Leading) -> Rules:
     """The table with every tensor that has a dim `embed` split over `over` too: all matrices, no norms and biases.
 
-    The outermost dim that divides is split. Where none before `embed` does, `embed` is, and need not divide: parts are
+    The outermost dims that divide are split. Where none before `embed` does, `embed` is, and need not divide: parts are
     ceiling chunks, so the last ranks have less, or nothing.
 
     Every matrix has exactly one dim `embed`, or `expert_embed` if it has a dim `experts`; the latter is split over
@@ -92,12 +99,26 @@ def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data", outermost:
     Args:
       rules: how parameters are stored, such as `STORED`.
       over: some of `Mesh.token_axes`. Leaving out one of them shards inside a group and replicates across groups.
-      outermost: False: `embed` itself is always split. A weight and its adapters are then split along the same dims,
-        so that a rank merges its own parts of them.
+      kind: which dims are split. `Outermost`: one dim of each tensor. `Uneven`: always `embed` itself; a weight and its
+        adapters are then split along the same dims, so that a rank merges its own parts of them.
     """
-    axes = tuple(map(Outermost if outermost else Uneven, _tuple(over)))
+    axes = tuple(map(kind, _tuple(over)))
     taken = _tuple(rules["experts"])
     return {**rules, "embed": axes, "expert_embed": tuple(axis for axis in axes if axis not in taken)}
+
+
+class AxisPart(NamedTuple):
+    """Part of a mesh axis that splits a dim: a rank at position p on the axis has the part (p // inner) % size.
+
+    Attributes:
+      axis: of the mesh.
+      size: number of parts.
+      inner: number of parts into which the axis splits later dims; 1: it splits none.
+    """
+
+    axis: str
+    size: int
+    inner: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,8 @@ class Layout:
 
     Attributes:
       shape: the whole tensor's shape.
-      spec: for each dim the mesh axes that split it, outermost first; () is not split.
+      spec: for each dim the mesh axes that split it, outermost first; () is not split. An axis of several dims splits
+        them together: all but its last one into single rows.
       sizes: the sizes of the mesh axes, in the order of `AXES`.
     """
 
@@ -120,15 +142,14 @@ class Layout:
         Parts are the ceiling chunks of all axes of the dim together, as in torch.chunk: equal but for the last ones,
         which are shorter or empty. Rank 0 has one of the longest.
         """
-        sizes = dict(zip(AXES, self.sizes, strict=True))
-        position = meshes.coordinates(sizes, rank)
+        position = meshes.coordinates(dict(zip(AXES, self.sizes, strict=True)), rank)
         box = []
-        for length, axes in zip(self.shape, self.spec, strict=True):
+        for length, splits in zip(self.shape, self.splits, strict=True):
             number = 0
             parts = 1
-            for axis in axes:
-                number = number * sizes[axis] + position[axis]
-                parts = parts * sizes[axis]
+            for axis, size, inner in splits:
+                number = number * size + position[axis] // inner % size
+                parts = parts * size
             step = -(-length // parts)
             box.append((min(step * number, length), min(step * (number + 1), length)))
         return tuple(box)
@@ -140,7 +161,29 @@ class Layout:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that split this tensor."""
-        return tuple(a for axes in self.spec for a in axes)
+        return tuple(dict.fromkeys(a for axes in self.spec for a in axes))
+
+    @property
+    def splits(self) -> tuple[tuple[AxisPart, ...], ...]:
+        """For each dim the parts of mesh axes that split it, outermost first.
+
+        Raises:
+          MeshError: an axis of several dims does not split all but the last into single rows.
+        """
+        sizes = dict(zip(AXES, self.sizes, strict=True))
+        splits = []
+        for dim, (length, axes) in enumerate(zip(self.shape, self.spec, strict=True)):
+            own = []
+            for axis in axes:
+                goes_on = any(axis in later for later in self.spec[dim + 1 :])
+                size = length if goes_on else sizes[axis]
+                if goes_on and (not size or sizes[axis] % size):
+                    raise MeshError(f"{axis} splits several dims of {self.shape} by {self.spec}, and not into rows")
+                length //= size
+                sizes[axis] //= size
+                own.append(AxisPart(axis, size, sizes[axis]))
+            splits.append(tuple(own))
+        return tuple(splits)
 
     @property
     def world(self) -> int:
@@ -164,8 +207,9 @@ def layout(
     """
     if len(logical) != len(shape):
         raise MeshError(f"{name}: shape {tuple(shape)} has {len(shape)} dims but its logical axes are {logical}")
-    spec = []
-    for dim, (length, axis) in enumerate(zip(shape, logical, strict=True)):
+    spec: list[tuple[str, ...]] = []
+    used: list[str] = []
+    for length, axis in zip(shape, logical, strict=True):
         if axis not in rules:
             raise MeshError(f"{name}: logical axis {axis!r} has no rule; the table knows {sorted(rules)}")
         rule = rules[axis]
@@ -185,19 +229,62 @@ def layout(
                 f"{name}: {axis} has size {length}, which does not divide over {mesh} ({parts} parts); "
                 f"choose a size for {'/'.join(shorts[a] for a in over)} that divides {length}"
             )
-        spec.append(())
-        place = dim
-        if over and all(isinstance(a, Outermost) for a in over):
-            held = [math.prod(sizes[a] for a in axes) for axes in spec]
-            place = next((i for i in range(dim) if shape[i] % (held[i] * parts) == 0), dim)
-        spec[place] += tuple(str(a) for a in over if sizes[a] > 1)
-    used = [a for axes in spec for a in axes]
+        names = tuple(str(a) for a in over if sizes[a] > 1)
+        used += names
+        if names and all(isinstance(a, Outermost) for a in over):
+            joint = all(isinstance(a, Leading) for a in over)
+            spec = _outermost(shape, [*spec, ()], names, sizes=sizes, joint=joint)
+        else:
+            spec.append(names)
     twice = sorted({a for a in used if used.count(a) > 1})
     if twice:
         raise MeshError(
             f"{name}: mesh axis {twice[0]!r} would split two dims of {tuple(shape)} {logical}; change a rule"
         )
     return Layout(tuple(shape), tuple(spec), tuple(sizes[a] for a in AXES))
+
+
+def _outermost(
+    shape: tuple[int, ...], spec: list[tuple[str, ...]], over: tuple[str, ...], sizes: Mapping[str, int], joint: bool
+) -> list[tuple[str, ...]]:
+    """The axes of each dim up to the last of `spec`, with those of a rule of `Outermost` axes for that dim.
+
+    Args:
+      joint: whether they may split several dims, as `Leading`.
+    """
+    parts = math.prod(sizes[a] for a in over)
+    held = [math.prod(sizes[a] for a in axes) for axes in spec]
+    added = _split_jointly([divmod(n, m) for n, m in zip(shape, held, strict=False)], over, sizes) if joint else None
+    if added is None:
+        place = next((i for i in range(len(spec)) if shape[i] % (held[i] * parts) == 0), len(spec) - 1)
+        added = [over if i == place else () for i in range(len(spec))]
+    return [axes + more for axes, more in zip(spec, added, strict=True)]
+
+
+def _split_jointly(
+    local: list[tuple[int, int]], over: tuple[str, ...], sizes: Mapping[str, int]
+) -> list[tuple[str, ...]] | None:
+    """For each dim the axes that split dims together, each into single rows before the next; None: they do not divide.
+
+    Args:
+      local: length of each dim on a rank so far, and what is left over where it is not the same on all of them.
+    """
+    spec: list[tuple[str, ...]] = [()] * len(local)
+    dim = 0
+    rows, uneven = local[0]
+    for axis in over:
+        left = sizes[axis]
+        while left > 1:
+            while rows == 1 and not uneven and dim < len(local) - 1:
+                dim += 1
+                rows, uneven = local[dim]
+            taken = math.gcd(left, rows)
+            if uneven or taken == 1 or taken not in (left, rows):
+                return None
+            spec[dim] += (axis,)
+            rows //= taken
+            left //= taken
+    return spec
 
 
 def whole_layout(shape: Sequence[int], mesh: Mesh) -> Layout:
@@ -228,14 +315,13 @@ def gather_axes(name: str, stored: Layout, compute: Layout) -> tuple[tuple[str, 
         are not equal; `name` is what the error calls the tensor.
     """
     axes = []
-    sizes = dict(zip(AXES, stored.sizes, strict=True))
     for dim, (have, want) in enumerate(zip(stored.spec, compute.spec, strict=True)):
         if have[: len(want)] != want:
             raise MeshError(
                 f"{name}: dim {dim} of {stored.shape} is stored over {have} and computed over {want}, which must be "
                 "the first of those axes: what follows them is gathered"
             )
-        if want and have != want and stored.shape[dim] % math.prod(sizes[axis] for axis in have):
+        if want and have != want and stored.shape[dim] % math.prod(split.size for split in stored.splits[dim]):
             raise MeshError(
                 f"{name}: dim {dim} of {stored.shape} does not divide over {have}, of which {want} split it while it "
                 "computes; choose sizes that divide it"

@@ -33,10 +33,13 @@ _SPECIAL = (torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view)
 
 
 @contextmanager
-def simulate(text: str) -> Iterator[Mesh]:
+def simulate(text: str, node: int | None = None) -> Iterator[Mesh]:
     """A mesh such as "dp4,tp2" whose ranks all live in this process.
 
     Inside, `mesh.index(axis)` is a tensor with one value per rank; `scatter` and `gather` cross the border.
+
+    Args:
+      node: ranks that count as a node each; None: all ranks are on one.
     """
     sizes = meshes.parse(text)
     world = Mesh(sizes).world
@@ -45,12 +48,14 @@ def simulate(text: str) -> Iterator[Mesh]:
     dist.init_process_group("fake", rank=0, world_size=world)
     try:
         with _RanksMode(world):
-            groups: dict[tuple[str, ...], str] = {}
-            for axes in meshes.combinations(sizes):
+
+            def group_of(sizes: dict[str, int], axes: tuple[str, ...] = ("expert",)) -> str:
                 group: Any = dist.new_group(meshes.members(sizes, axes)[0])
-                groups[axes] = group.group_name
+                return group.group_name
+
+            groups = {axes: group_of(sizes, axes) for axes in meshes.combinations(sizes)}
             indices = {a: _per_rank(world, lambda r, a=a: torch.tensor(meshes.coordinates(sizes, r)[a])) for a in AXES}
-            yield Mesh(sizes, groups=groups, indices=indices)
+            yield meshes.with_nodes(Mesh(sizes, groups=groups, indices=indices), node, group_of)
     finally:
         dist.destroy_process_group()
 

@@ -41,6 +41,7 @@ from funrl.models.gather_buffers import (
     land_gather,
     land_scatters,
     layers_together,
+    least_elements,
     start_gather,
     start_scatter,
     whole_of,
@@ -148,7 +149,7 @@ def layers_of_group(stored: trees.Tree, compute: trees.Tree, itemsize: int) -> i
         return 1
     kinds = dict.fromkeys((tuple(have), tuple(want)) for have, want in pairs)
     plans = [
-        buffers_of(("a weight of a layer",) * len(have), have, want, trained=(True,) * len(have))
+        buffers_of(("a weight of a layer",) * len(have), have, want, (True,) * len(have), least_elements())
         for have, want in kinds
     ]
     return min(layers_together(buffers, itemsize) for buffers in plans)
@@ -159,7 +160,8 @@ def _group(
 ) -> int:
     names = tuple(name for name, _ in trees.named(stored))
     trained = tuple(x.requires_grad for x in trees.leaves(shards))
-    buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained=trained)
+    leaves = tuple(trees.leaves(stored)), tuple(trees.leaves(compute))
+    buffers = buffers_of(names, *leaves, trained, least_elements())
     groups.append(Group(filled(shards, compute, buffers.places), buffers, mesh, dtypes=dtypes))
     return len(groups) - 1
 

@@ -25,13 +25,14 @@ from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.message_sizes import LARGEST_BYTES, message_bytes
-from funrl.mesh.rules import Layout, gather_axes
+from funrl.mesh.rules import AxisPart, Layout, gather_axes
 from funrl.models.weight_dtypes import narrow_weight
 
 ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
 # Elements of a shard from which on it is a message of its own. For less, latency counts more than a copy: with gloo 7
 # messages of 2^12 float32 over 2 ranks take 7 ms and one of all of them 1 ms, copies included; at 2^16 both take 4 ms.
 OWN_MESSAGE = 1 << 16
+GROUPED_MESSAGE = 1 << 12  # the same where the backend starts several messages together, and one more costs little
 
 
 class Bucket(NamedTuple):
@@ -39,7 +40,7 @@ class Bucket(NamedTuple):
 
     Attributes:
       axes: in the order of the mesh.
-      sizes: of these axes.
+      ranks: over these axes.
       elements: of one rank's buffer.
       trained: whether the leaves have gradients.
       leaves: their numbers in the group.
@@ -47,15 +48,11 @@ class Bucket(NamedTuple):
     """
 
     axes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    ranks: int
     elements: int
     trained: bool
     leaves: tuple[int, ...] = ()
     in_place: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.sizes)
 
 
 class BufferPlace(NamedTuple):
@@ -66,8 +63,8 @@ class BufferPlace(NamedTuple):
       begin: its first element in a rank's buffer; in the gathered buffer it is `ranks` times that.
       shard, whole: its shapes before and after; the first is that of the largest shard.
       padded: the shape of as many of these side by side: larger than `whole` where the ranks do not divide it.
-      grid: the padded shape with every gathered dim unfolded into the axes that split it and the rest.
-      order: the dims of `grid` in the order in which the shards arrive: the axes, then the dims of a shard.
+      grid: the padded shape with every gathered dim unfolded into the parts of axes that split it and the rest.
+      order: the dims of `grid` in the order in which the shards arrive: the parts of axes, then the dims of a shard.
     """
 
     bucket: int
@@ -139,12 +136,16 @@ class Scatter(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def buffers_of(
-    names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...], trained: tuple[bool, ...]
+    names: tuple[str, ...],
+    stored: tuple[Layout, ...],
+    compute: tuple[Layout, ...],
+    trained: tuple[bool, ...],
+    least: int,
 ) -> Buffers:
     """Buffers for leaves of these layouts.
 
-    A leaf whose shard has `OWN_MESSAGE` elements has one of its own. The others share one for each distinct set of axes
-    to gather over, trained and not.
+    A leaf whose shard has `least` elements has one of its own. The others share one for each distinct set of axes to
+    gather over, trained and not.
 
     Raises:
       MeshError: a leaf cannot be gathered from one layout to the other.
@@ -159,13 +160,14 @@ def buffers_of(
             places.append(None)
             continue
         elements = math.prod(have.local_shape())
-        alone = elements >= OWN_MESSAGE
+        alone = elements >= least
         number = len(buckets) if alone else shared.setdefault((axes, learns), len(buckets))
         if number == len(buckets):
             sizes = dict(zip(AXES, have.sizes, strict=True))
-            buckets.append(Bucket(axes, tuple(sizes[axis] for axis in axes), 0, trained=learns))
+            buckets.append(Bucket(axes, math.prod(sizes[axis] for axis in axes), 0, trained=learns))
         bucket = buckets[number]
-        place = _place(BufferPlace(number, bucket.elements, have.local_shape(), whole=want.local_shape()), bucket, over)
+        splits = [own[len(kept) :] for own, kept in zip(have.splits, want.spec, strict=True)]
+        place = _place(BufferPlace(number, bucket.elements, have.local_shape(), whole=want.local_shape()), splits)
         places.append(place)
         buckets[number] = bucket._replace(
             elements=bucket.elements + (elements if alone else -(-elements // ALIGNMENT) * ALIGNMENT),
@@ -175,13 +177,18 @@ def buffers_of(
     return Buffers(tuple(buckets), tuple(places))
 
 
-def _place(place: BufferPlace, bucket: Bucket, over: tuple[tuple[str, ...], ...]) -> BufferPlace:
-    """The place with the grid of its shards; `over`: for each dim the axes to gather over."""
-    sizes = dict(zip(bucket.axes, bucket.sizes, strict=True))
-    padded = tuple(n * math.prod(sizes[axis] for axis in axes) for n, axes in zip(place.shard, over, strict=True))
-    grid = [part for dim, axes in enumerate(over) for part in (*axes, dim)]
-    lengths = tuple(place.shard[part] if isinstance(part, int) else sizes[part] for part in grid)
-    order = tuple(grid.index(part) for part in (*bucket.axes, *range(len(place.shard))))
+def least_elements() -> int:
+    """Elements of a shard from which on it is a message of its own."""
+    return GROUPED_MESSAGE if collectives.groups_messages() else OWN_MESSAGE
+
+
+def _place(place: BufferPlace, splits: list[tuple[AxisPart, ...]]) -> BufferPlace:
+    """The place with the grid of its shards; `splits`: for each dim what is gathered."""
+    padded = tuple(n * math.prod(split.size for split in own) for n, own in zip(place.shard, splits, strict=True))
+    grid = [part for dim, own in enumerate(splits) for part in (*own, dim)]
+    lengths = tuple(place.shard[part] if isinstance(part, int) else part.size for part in grid)
+    arriving = [part for axis in AXES for part in grid if isinstance(part, AxisPart) and part.axis == axis]
+    order = tuple(grid.index(part) for part in (*arriving, *range(len(place.shard))))
     return place._replace(padded=padded, grid=lengths, order=order)
 
 
@@ -265,7 +272,7 @@ def assembled(flat: Tensor, buffers: Buffers, number: int) -> Tensor:
     rows = flat.view(bucket.ranks, bucket.elements)
     buffer = flat.new_empty(flat.shape)
     for _, place in buffers.places_of(bucket):
-        _put_together(rows, whole_of(buffer, place, bucket), place, bucket=bucket)
+        _put_together(rows, whole_of(buffer, place, bucket), place)
     return buffer
 
 
@@ -290,11 +297,11 @@ def pack_gradients(
     for leaf, place in buffers.places_of(bucket):
         whole = gradients.get(leaf)
         if whole is None:
-            _shards(flat.view(bucket.ranks, bucket.elements), place, bucket).zero_()
+            _shards(flat.view(bucket.ranks, bucket.elements), place).zero_()
         elif bucket.in_place:
             whole_of(flat, place, bucket).copy_(whole)
         else:
-            _take_apart(whole, flat.view(bucket.ranks, bucket.elements), place, bucket=bucket)
+            _take_apart(whole, flat.view(bucket.ranks, bucket.elements), place)
     return flat
 
 
@@ -367,9 +374,9 @@ def _fills(x: Tensor, elements: int, dtype: torch.dtype) -> bool:
     return x.numel() == elements and x.dtype == dtype and x.is_contiguous()
 
 
-def _put_together(rows: Tensor, whole: Tensor, place: BufferPlace, bucket: Bucket) -> None:
+def _put_together(rows: Tensor, whole: Tensor, place: BufferPlace) -> None:
     """Copy a leaf's shards from the ranks' buffers [ranks, elements] to where it is whole."""
-    shards = _shards(rows, place, bucket)
+    shards = _shards(rows, place)
     if place.padded == place.whole:
         _grid(whole, place).copy_(shards)
         return
@@ -377,12 +384,12 @@ def _put_together(rows: Tensor, whole: Tensor, place: BufferPlace, bucket: Bucke
     whole.copy_(unfolded.reshape(place.padded)[tuple(slice(n) for n in place.whole)])
 
 
-def _take_apart(whole: Tensor, rows: Tensor, place: BufferPlace, bucket: Bucket) -> None:
+def _take_apart(whole: Tensor, rows: Tensor, place: BufferPlace) -> None:
     """Copy a whole leaf to the ranks' buffers [ranks, elements], shard by shard. What pads it is 0."""
     lacks = [longer - n for n, longer in zip(place.whole, place.padded, strict=True)]
     if any(lacks):
         whole = F.pad(whole, [n for lack in reversed(lacks) for n in (0, lack)])
-    _shards(rows, place, bucket).copy_(_grid(whole, place))
+    _shards(rows, place).copy_(_grid(whole, place))
 
 
 def _grid(whole: Tensor, place: BufferPlace) -> Tensor:
@@ -390,7 +397,8 @@ def _grid(whole: Tensor, place: BufferPlace) -> Tensor:
     return whole.view(place.grid).permute(place.order)
 
 
-def _shards(rows: Tensor, place: BufferPlace, bucket: Bucket) -> Tensor:
+def _shards(rows: Tensor, place: BufferPlace) -> Tensor:
     """A view of a leaf's shards in the ranks' buffers [ranks, elements] as [axes..., shard...]."""
     shards = rows[:, place.begin : place.begin + math.prod(place.shard)]
-    return shards.unflatten(1, place.shard).unflatten(0, bucket.sizes)
+    ranks = [place.grid[part] for part in place.order[: -len(place.shard)]]
+    return shards.unflatten(1, place.shard).unflatten(0, ranks)

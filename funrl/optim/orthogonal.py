@@ -145,18 +145,57 @@ class _Kind(NamedTuple):
     layout: Layout | None
 
 
+class _Exchange(NamedTuple):
+    """An all-to-all over an axis that splits stacked shards.
+
+    Attributes:
+      axis: of the mesh.
+      dim: of a stack, the innermost that the axis splits.
+      outer: dims before it that the axis splits into single rows, and how many these are.
+    """
+
+    axis: str
+    dim: int
+    outer: tuple[tuple[int, int], ...]
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """Give the outer dims the rows that have arrived in the innermost."""
+        return self._reshaped(x, dict(self.outer))
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Undo `unfold`."""
+        return self._reshaped(x, {dim: 1 for dim, _ in self.outer})
+
+    def _reshaped(self, x: Tensor, rows: dict[int, int]) -> Tensor:
+        lengths = [-1 if dim == self.dim else rows.get(dim, n) for dim, n in enumerate(x.shape)]
+        return x.reshape(lengths) if rows else x
+
+
+def _exchanges(kind: _Kind) -> list[_Exchange]:
+    """Exchanges that make matrices whole, of the innermost parts first."""
+    exchanges = []
+    splits = kind.layout.splits if kind.layout else ()
+    for dim, own in reversed([*enumerate(splits)]):
+        for split in reversed(own):
+            if dim >= kind.view.batch and split.inner == 1:
+                before = [(d + 1, part) for d, parts in enumerate(splits[:dim]) for part in parts]
+                outer = tuple((d, part.size) for d, part in before if part.axis == split.axis)
+                exchanges.append(_Exchange(split.axis, dim + 1, outer))
+    return exchanges
+
+
 def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _Kind, mesh: Mesh) -> Iterator[Tensor]:
     """This rank's part of `fn` of each tensor, which is computed on one rank for all.
 
-    A dim that counts a batch of matrices stays split. Where the ranks do not divide a dim, shards are exchanged padded
-    to the largest, and what pads them is cut off before `fn`.
+    A dim that counts a batch of matrices stays split, except over an axis that splits the matrices too. Where the ranks
+    do not divide a dim, shards are exchanged padded to the largest, and what pads them is cut off before `fn`.
 
     Args:
       shards: this rank's parts of tensors of one kind.
     """
     spec = kind.layout.spec if kind.layout else ()
-    split = [(axis, d + 1) for d, axes in enumerate(spec) if d >= kind.view.batch for axis in reversed(axes)]
-    parts = mesh.size(tuple(axis for axis, _ in split))
+    exchanges = _exchanges(kind)
+    parts = mesh.size(tuple(exchange.axis for exchange in exchanges))
     copies = []
     for axis in AXES:  # ranks that hold copies share the work as long as there is some
         if parts < len(shards) and not any(axis in axes for axes in spec):
@@ -170,13 +209,13 @@ def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _
             x = torch.cat([x, x.new_zeros(parts - count, *own)])
         x = _padded(x, kind.layout.local_shape() if kind.layout else own)
         x = collectives.own_shard(x, mesh, tuple(copies))
-        for axis, dim in split:  # the innermost axis of a dim first
-            x = collectives.all_to_all(x, mesh, axis, split=0, concat=dim)
+        for exchange in exchanges:
+            x = exchange.unfold(collectives.all_to_all(x, mesh, exchange.axis, split=0, concat=exchange.dim))
         together = tuple(x.shape[1:])
         matrix = (*together[: kind.view.batch], *(kind.layout.shape if kind.layout else own)[kind.view.batch :])
         x = _padded(torch.stack([fn(_cut(whole, matrix)) for whole in x.unbind(0)]), together)
-        for axis, dim in reversed(split):
-            x = collectives.all_to_all(x, mesh, axis, split=dim, concat=0)
+        for exchange in reversed(exchanges):
+            x = collectives.all_to_all(exchange.fold(x), mesh, exchange.axis, split=exchange.dim, concat=0)
         x = collectives.all_gather(x, mesh, tuple(copies))
         yield from (_cut(padded, own) for padded in x[:count].unbind(0))
 

@@ -14,7 +14,7 @@ from funrl.cost import dry_run
 from funrl.cost.dry_run import left_out
 from funrl.cost.tracing.estimate import at_rows, pretended, traced_layers, tracer_of
 from funrl.data.packing import pack, packed_sizes
-from funrl.mesh.mesh import single
+from funrl.mesh.mesh import peers, single
 from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
@@ -395,3 +395,21 @@ def test_rows_of_experts_are_a_quarter_more_than_the_mean_and_travel_during_prod
     tokens = sent.nbytes / passes / layers / (2 * 1.25 * experts.per_token * 64 * 4)
     assert passes == 1 and tokens == pytest.approx(64 * 32, rel=1e-3)  # 64 rows of 8 and 24 tokens on each rank
     assert early.nbytes > 0.95 * sent.nbytes
+
+
+def test_ranks_of_experts_on_two_nodes_send_a_token_once_to_the_other():
+    job = small("grpo", sizes={"embed": 64}, task="arithmetic_moe", mesh="ep4", batch_prompts=256, token_budget=8192)
+    assert job.model.config.mlp.experts.per_token == 2
+    far = {}
+    for node in (4, 2):
+        estimate = dry_run.estimate(job, 8, H100._replace(node=node))
+        traffic = estimate.phases["score_reference"].traffic
+        sent = {}
+        for (op, group), message in traffic.items():
+            if op == "all_to_all_single":
+                _, axes, sizes = estimate.axes[group]
+                sent[tuple(peers(sizes, axes, 0))] = message.nbytes
+        assert set(sent) == ({(0, 1, 2, 3)} if node == 4 else {(0, 2), (0, 1)})
+        far[node] = sum(nbytes * sum(rank > 1 for rank in ranks) / len(ranks) for ranks, nbytes in sent.items())
+    # Of a token's two experts one is on the other node, in the mean; at least one is there in 3 of 4 cases.
+    assert far[2] / far[4] == pytest.approx(0.75, rel=0.08)

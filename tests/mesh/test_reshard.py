@@ -25,6 +25,15 @@ def random_layout(rng, shape, text):
     """Any axes of the mesh on any dims, in any order, whether or not they divide."""
     axes = [a for a in AXES if parse(text)[a] > 1]
     rng.shuffle(axes)
+    if shape and rng.random() < 0.3:  # some split several dims together
+        over = tuple(axes[: rng.randint(0, len(axes))])
+        return rules.layout(
+            "leaf",
+            shape,
+            ("head",) * (len(shape) - 1) + ("embed",),
+            rules.fully_sharded(rules.STORED, over),
+            parse(text),
+        )
     spec = [[] for _ in shape]
     for axis in axes:
         if rng.random() < 0.7 and shape:
@@ -162,11 +171,19 @@ def test_bytes_are_the_elements_that_a_rank_lacks_counted_one_by_one(seed):
     assert arriving == counted
 
 
-@pytest.mark.parametrize("before", [[("tensor", "data"), ()], [("data", "tensor"), ()], [("tensor",), ("data",)]])
+@pytest.mark.parametrize(
+    ("shape", "before"),
+    [
+        ((16, 8), [("tensor", "data"), ()]),
+        ((16, 8), [("data", "tensor"), ()]),
+        ((16, 8), [("tensor",), ("data",)]),
+        ((4, 8), [("tensor", "data"), ("data",)]),  # an axis of two dims
+    ],
+)
 @pytest.mark.parametrize("after", [[(), ()], [("tensor",), ()]])
-def test_native_gathers_put_blocks_where_they_belong(before, after):
-    src, dst = (Layout((16, 8), tuple(spec), sizes_of("dp4,tp2")) for spec in (before, after))
-    whole = torch.arange(128.0).view(16, 8)
+def test_native_gathers_put_blocks_where_they_belong(shape, before, after):
+    src, dst = (Layout(shape, tuple(spec), sizes_of("dp4,tp2")) for spec in (before, after))
+    whole = torch.arange(math.prod(shape)).float().view(shape)
     made = plan({"w": src}, {"w": dst}, torch.float32)
     expected = "pieces" if before[0] == ("data", "tensor") and after[0] else "gather"
     assert made.route(0).way == expected

@@ -1,5 +1,7 @@
 """Rule tables: layouts, their boxes, shards, and the errors that say what to change."""
 
+import math
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from funrl.mesh.rules import (
     GENERATE,
     STORED,
     Layout,
+    Outermost,
+    Uneven,
     fully_sharded,
     gather_axes,
     layout,
@@ -94,7 +98,14 @@ def test_fully_sharded_over_one_of_two_axes_is_hybrid():
     [
         ((16, 4, 8), ("heads", "head", "embed"), "dp4", ("data", "", "")),
         ((16, 4, 8), ("heads", "head", "embed"), "dp4,tp4", ("tensor data", "", "")),
-        ((2, 4, 8), ("kv_heads", "head", "embed"), "dp4", ("", "data", "")),
+        ((2, 4, 8), ("kv_heads", "head", "embed"), "dp4", ("data", "data", "")),
+        ((2, 4, 8), ("kv_heads", "head", "embed"), "dp8", ("data", "data", "")),
+        ((2, 2, 8), ("kv_heads", "head", "embed"), "dp16", ("data", "data", "data")),
+        ((4, 4, 8), ("heads", "head", "embed"), "dp4,tp2", ("tensor data", "data", "")),
+        ((4, 4, 8), ("heads", "head", "embed"), "dp2,ep4", ("data expert", "expert", "")),
+        ((4, 4, 8), ("heads", "head", "embed"), "dp4,ep4", ("data", "expert", "")),
+        ((6, 4, 8), ("heads", "head", "embed"), "dp4", ("", "data", "")),  # 6 heads are no part of 4 ranks
+        ((4, 3, 8), ("heads", "head", "embed"), "dp8", ("", "", "data")),
         ((2, 4, 8), ("kv_heads", "head", "embed"), "dp2,tp4", ("data", "", "")),  # too few heads for tensor ranks
         ((6, 3, 8), ("heads", "head", "embed"), "dp4", ("", "", "data")),
         ((8, 6, 4), ("embed", "heads", "head"), "dp4,tp2", ("data", "tensor", "")),
@@ -106,8 +117,48 @@ def test_fully_sharded_over_one_of_two_axes_is_hybrid():
 def test_fully_sharded_splits_the_outermost_dim_that_divides(shape, logical, mesh, spec):
     table = fully_sharded(STORED, ("data", "expert"))
     assert layout("w", shape, logical, table, parse(mesh)).spec == tuple(tuple(axes.split()) for axes in spec)
-    own = layout("w", shape, logical, fully_sharded(STORED, ("data", "expert"), outermost=False), parse(mesh))
+    own = layout("w", shape, logical, fully_sharded(STORED, ("data", "expert"), Uneven), parse(mesh))
     assert own.axes == () or "data" in own.spec[next(i for i, axis in enumerate(logical) if axis.endswith("embed"))]
+
+
+def test_outermost_splits_one_dim():
+    table = fully_sharded(STORED, "data", Outermost)
+    one = layout("k", (2, 4, 8), ("kv_heads", "head", "embed"), table, parse("dp4"))
+    assert one.spec == ((), ("data",), ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "over"),
+    [
+        ((4, 4, 8), "dp8", "data"),
+        ((2, 2, 8), "dp16", "data"),
+        ((4, 4, 8), "dp2,ep4", ("data", "expert")),
+        ((2, 4, 8), "dp2,ep4", ("expert", "data")),
+        ((4, 4, 4), "dp2,ep2,sp8", ("data", "expert", "sequence")),
+    ],
+)
+def test_ranks_that_split_dims_together_have_consecutive_parts(shape, mesh, over):
+    sizes = parse(mesh)
+    split = layout("q", shape, ("heads", "head", "embed"), fully_sharded(STORED, over), sizes)
+    assert len(split.axes) < sum(map(len, split.spec)), "an axis splits several dims"
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    parts = [numbers[tuple(slice(*ends) for ends in split.box(rank))].flatten() for rank in range(split.world)]
+    index = [Mesh(sizes, rank).index(over) for rank in range(split.world)]
+    in_order = [part for _, part in sorted(zip(index, parts, strict=True), key=lambda pair: pair[0])]
+    assert torch.equal(torch.cat(in_order), numbers.flatten())
+    assert {len(part) for part in parts} == {math.prod(shape) // split.world}
+
+
+def test_an_axis_of_several_dims_splits_all_but_the_last_into_rows():
+    by_hand = Layout((2, 4), (("data",), ("data",)), (4, 1, 1, 1))
+    assert [by_hand.box(rank) for rank in range(4)] == [
+        ((0, 1), (0, 2)),
+        ((0, 1), (2, 4)),
+        ((1, 2), (0, 2)),
+        ((1, 2), (2, 4)),
+    ]
+    with pytest.raises(MeshError, match="data splits several dims"):
+        Layout((3, 4), (("data",), ("data",)), (4, 1, 1, 1)).box(0)
 
 
 def test_what_is_fully_sharded_need_not_divide():

@@ -1,7 +1,9 @@
 """A mixture of experts against a plain loop over tokens, on simulated meshes, and with every collective at fault."""
 
+import dataclasses
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,9 +11,14 @@ import torch.nn.functional as F
 from selection import quick
 
 from funrl import trees
+from funrl.compiled_kernels.exact import dispatch
 from funrl.cost.tracing.estimate import pretended
+from funrl.cost.tracing.hardware import HARDWARE
+from funrl.cost.tracing.tracer import Tracer
+from funrl.mesh import launch as launching
 from funrl.mesh import rules
-from funrl.mesh.collectives import psum
+from funrl.mesh.collectives import gather_objects, psum
+from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, coordinates, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
 from funrl.mesh.simulate import gather, per_rank, scatter, simulate
@@ -73,13 +80,14 @@ def expected(k, normalized, ids_TK=None):
     return out_TD.detach(), trees.fill(params, grads), d_x
 
 
-def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids_TK=None):
+def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids_TK=None, node=None):
     """The largest difference of outputs and gradients from those of one process, over all ranks.
 
     Args:
       split: each tensor rank has a part of the tokens of its group.
       bound: of the rows of a rank's experts, and where `rows` measure them, theirs.
       ids_TK: experts of all tokens.
+      node: ranks of a node; None: all are on one.
     """
     out, grads, d_x = expected(k, normalized, ids_TK)
     params, x_TD, g_TD = weights()
@@ -95,7 +103,7 @@ def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids
     def own(x, rank):
         return group_of(x, rank).chunk(shares)[coordinates(sizes, rank)["tensor"] % shares].clone()
 
-    with simulate(mesh_text) as mesh:
+    with simulate(mesh_text, node) as mesh:
         mine = trees.map(lambda x: x.requires_grad_(), scatter(params, layouts))
         x_BTD = per_rank(mesh.world, lambda rank: own(x_TD, rank).unsqueeze(0)).requires_grad_()
         g = per_rank(mesh.world, lambda rank: own(g_TD, rank))
@@ -137,6 +145,23 @@ def worst(mesh_text, k, normalized=True, split=False, bound=None, rows=None, ids
 def test_values_and_gradients_are_those_of_a_loop_over_tokens(mesh, k, normalized, bound):
     text, _, split = mesh.partition(" ")
     assert worst(text, k, normalized, bool(split), bound) < 1e-12
+
+
+BY_NODE = [  # mesh, ranks of a node and experts of a token
+    ("ep4", 2, 2),
+    ("ep4", 2, 4),
+    ("dp2,ep4", 2, 3),
+    ("ep4,tp2", 4, 3),
+    ("ep4,tp2 split", 4, 2),
+    ("ep4", 2, 1),  # which is one row either way
+    ("ep2,tp2 split", 2, 4),  # one rank of `expert` on each node
+]
+
+
+@pytest.mark.parametrize("mesh,node,k", BY_NODE)
+def test_tokens_that_go_once_to_a_node_give_the_values_and_gradients_of_a_loop(mesh, node, k):
+    text, _, split = mesh.partition(" ")
+    assert worst(text, k, True, bool(split), ENOUGH, node=node) < 1e-12
 
 
 class Scaled(torch.autograd.Function):
@@ -212,6 +237,112 @@ def test_an_exchange_of_experts_ids_or_counts_at_fault_is_found(monkeypatch, bou
     assert seen == [("expert",)]
 
 
+@pytest.mark.parametrize("fault", ["doubled", "gradient doubled"])
+@pytest.mark.parametrize("name", ["start_rows", "wait_rows"])
+@pytest.mark.parametrize("call", range(10))
+def test_a_message_between_or_inside_of_nodes_at_fault_is_found(monkeypatch, fault, name, call):
+    right, seen = getattr(module, name), []
+
+    def wrong(x, *args):
+        out = right(x, *args)
+        if not x.is_floating_point():
+            return out
+        seen.append(name)
+        if len(seen) - 1 != call:
+            return out
+        return Scaled.apply(out, *((2, 1) if fault == "doubled" else (1, 2)))
+
+    monkeypatch.setattr(module, name, wrong)
+    assert worst("ep4", 3, bound=ENOUGH, node=2) > 1e-3
+    assert len(seen) == 10  # of each half tokens and weights to nodes, rows to experts and back, and sums home
+
+
+def by_nodes_and_flat(node, mesh):
+    """Outputs and gradients of this rank's tokens and weights with the ranks on nodes, and with all on one."""
+    params, x_TD, g_TD = weights()
+    layouts = rules.layouts(params, AXES, rules.COMPUTE, mesh.sizes)
+    assert mesh.nodes is not None and mesh.nodes.inside.size("expert") == node
+    results = []
+    for own in (mesh, dataclasses.replace(mesh, nodes=None)):
+        mine = trees.map(lambda x: x.requires_grad_(), rules.shard(params, layouts, mesh))
+        x_BTD = x_TD.chunk(mesh.world)[mesh.rank].unsqueeze(0).clone().requires_grad_()
+        with mock.patch.object(module, "_exact_parts", lambda *_: None):
+            out_BTD, load = mixture(Experts(E, K, M), own, mine, x_BTD, RoutingInputs(row_bound=ENOUGH))
+        grads = torch.autograd.grad(
+            (out_BTD[0] * g_TD.chunk(mesh.world)[mesh.rank]).sum(), [*trees.leaves(mine), x_BTD]
+        )
+        results.append([out_BTD.detach(), load.counts_E, *grads])
+    return gather_objects(list(zip(*results, strict=True)), mesh)
+
+
+@pytest.mark.gloo
+def test_ranks_on_two_nodes_have_the_bits_of_ranks_on_one(monkeypatch):
+    """Of two experts of a token both orders of the sum are one; gradients of experts add up rows in another order."""
+    monkeypatch.setattr(launching, "ranks_of_node", lambda: 2)
+    for pairs in launch(functools.partial(by_nodes_and_flat, 2), parse("ep4"), "cpu"):
+        for i, (nodes, flat) in enumerate(pairs):
+            exact = i < 2 or i == len(pairs) - 1 or nodes.shape == (E, D)  # outputs, counts, tokens, and routers
+            assert torch.equal(nodes, flat) if exact else (nodes - flat).abs().max() < 1e-13
+
+
+@pytest.mark.slow
+def test_the_way_by_node_is_one_graph():
+    sizes = parse("ep4,tp2")
+    draw = functools.partial(torch.randn, requires_grad=True, dtype=torch.float64)
+    params = {"router": draw(8, 12), "expert_down": draw(2, 12, 8)}
+    params |= {name: draw(2, 8, 12) for name in ("expert_gate", "expert_up")}
+
+    def run(params, x_BTD):
+        out_BTD, load = mixture(
+            Experts(8, 3, 16), mesh, params, x_BTD, RoutingInputs(split=True, row_bound=FIRST_BOUND)
+        )
+        return out_BTD, load.peak
+
+    with pretended(sizes, 4) as mesh, mock.patch.object(module, "_exact_parts", lambda *_: None):
+        with mock.patch.object(dispatch, "has_kernels", lambda: False):
+            compiled = torch.compile(run, fullgraph=True, backend="eager")
+            out_BTD, peak = compiled(params, draw(1, 6, 12))
+        out_BTD.sum().backward()
+    assert out_BTD.shape == (1, 6, 12) and peak.ndim == 0 and params["expert_up"].grad is not None
+
+
+def bytes_between_nodes(experts, embed, mesh_text, node):
+    """Bytes that a rank's layer of experts sends to other nodes in a forward pass of 4,096 tokens in 16 bits."""
+    sizes = parse(mesh_text)
+    ranks, own, inner = sizes["expert"], experts.count // sizes["expert"], experts.mlp // sizes["tensor"]
+    tracer = Tracer(HARDWARE["h100"])
+    with pretended(sizes, node) as mesh, tracer, tracer.phase("forward"), torch.no_grad():
+        empty = functools.partial(torch.empty, dtype=torch.bfloat16)
+        params = {"router": empty(experts.count, embed), "expert_down": empty(own, embed, inner)}
+        params |= {name: empty(own, inner, embed) for name in ("expert_gate", "expert_up")}
+        inputs = RoutingInputs(split=sizes["tensor"] > 1, row_bound=FIRST_BOUND)
+        mixture(experts, mesh, params, empty(1, 4096 // sizes["tensor"], embed), inputs)
+        groups = {mesh.group_name("expert"): (ranks - 8 // sizes["tensor"]) / ranks}
+        if mesh.nodes is not None:
+            count = mesh.nodes.across.size("expert")
+            groups |= {mesh.nodes.across.group_name("expert"): (count - 1) / count}
+    traffic = tracer.phases["forward"].traffic
+    return sum(groups.get(group, 0.0) * sent.nbytes for (op, group), sent in traffic.items() if "all_to_all" in op)
+
+
+QWEN3_235B = Experts(128, 8, 1536)
+DEEPSEEK_V3 = Experts(256, 8, 2048, True, (0, 1, 2), "sigmoid", False, 8, 4, scale=2.5)
+
+
+@pytest.mark.parametrize(
+    ("experts", "embed", "mesh", "flat", "by_node"),
+    [  # megabytes
+        (QWEN3_235B, 4096, "dp16,ep16", 168, 34),
+        (QWEN3_235B, 4096, "dp8,ep32", 252, 101),
+        (DEEPSEEK_V3, 7168, "dp64,ep64", 514, 232),
+        (DEEPSEEK_V3, 7168, "dp8,ep64,tp8", 72, 72),  # one rank of `ep` on a node: eight experts are on seven nodes
+    ],
+)
+def test_a_token_goes_once_to_a_node(experts, embed, mesh, flat, by_node):
+    sent = [bytes_between_nodes(experts, embed, mesh, node) / 2e6 for node in (None, 8)]  # there, and as much home
+    assert sent == pytest.approx([flat, by_node], abs=0.5)
+
+
 @pytest.mark.parametrize("fault", [("router", ()), ("expert_up", ("expert",))])
 def test_a_gradient_summed_over_other_axes_is_found(monkeypatch, fault):
     right = rules.rest_axes
@@ -278,10 +409,19 @@ def drawn_ids(seed, k):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "mesh,k,split",
-    [("ep2", 2, False), ("ep4", 2, False), ("ep2", 1, False), ("ep2,tp2", 1, True), ("ep2,tp2", 2, True)],
+    [
+        ("ep2", 2, False),
+        ("ep4", 2, False),
+        ("ep4 by 2", 2, False),
+        ("ep2", 1, False),
+        ("ep2,tp2", 1, True),
+        ("ep2,tp2", 2, True),
+        ("ep2,tp2 by 2", 3, True),
+    ],
 )
 def test_bounded_rows_are_exact_however_uneven_the_load(mesh, k, split, seed, monkeypatch):
     """A pass that needs more rows than the bound says so, is wrong, and is repeated until it has enough."""
+    mesh, _, node = mesh.partition(" by ")
     ids, sizes = drawn_ids(seed, k), parse(mesh)
     rows, taken, gaps = ExpertRows(Mesh(sizes)), [], []
     products = module.grouped_linear
@@ -291,7 +431,7 @@ def test_bounded_rows_are_exact_however_uneven_the_load(mesh, k, split, seed, mo
 
     def run():
         bounds.append(rows.bound)
-        gaps.append(worst(mesh, k, True, split, None, rows, ids))
+        gaps.append(worst(mesh, k, True, split, None, rows, ids, int(node) if node else None))
         return gaps[-1]
 
     assert rows.repeat(run) < 1e-12
@@ -374,8 +514,10 @@ def test_experts_come_from_their_ranks_to_the_engine_in_as_few_bytes_as_there_ca
 
 
 @pytest.mark.parametrize("bound", [None, FIRST_BOUND])
-@pytest.mark.parametrize("mesh,k", [("ep2", 2), ("ep4", 2), ("ep2,tp2", 1)])
-def test_neither_way_reads_anything_from_a_device(mesh, k, bound):
+@pytest.mark.parametrize(
+    "mesh,k,node", [("ep2", 2, None), ("ep4", 2, None), ("ep2,tp2", 1, None), ("ep4", 2, 2), ("ep4,tp2", 3, 4)]
+)
+def test_no_way_reads_anything_from_a_device(mesh, k, node, bound):
     """On "meta": the host can read no number of it."""
     sizes = parse(mesh)
     own, inner = 8 // sizes["expert"], 16 // sizes["tensor"]
@@ -386,7 +528,7 @@ def test_neither_way_reads_anything_from_a_device(mesh, k, bound):
         "expert_up": empty(own, inner, 12),
         "expert_down": empty(own, 12, inner),
     }
-    with pretended(sizes) as mesh:
+    with pretended(sizes, node) as mesh:
         inputs = RoutingInputs(split=sizes["tensor"] > 1, row_bound=bound)
         out_BTD, load = mixture(Experts(count=8, per_token=k, mlp=16), mesh, params, empty(1, 6, 12), inputs)
         out_BTD.sum().backward()

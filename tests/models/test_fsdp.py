@@ -316,7 +316,8 @@ def _together(params, mesh):
     half would fill a message; the whole gradient."""
     placed = _placed(CONFIG, mesh, "data", "full", torch.float64)["policy"]
     stored, compute = (trees.leaves(tree["layers"][0]) for tree in (placed.stored, placed.compute))
-    buffers = gather_buffers.buffers_of(("",) * len(stored), tuple(stored), tuple(compute), (True,) * len(stored))
+    trained = (True,) * len(stored)
+    buffers = gather_buffers.buffers_of(("",) * len(stored), tuple(stored), tuple(compute), trained, 1 << 16)
     piece = 8 * buffers.buckets[0].elements
     message_sizes.RANKS_PER_NODE, message_sizes.PIECE_BYTES = 1, 3 * piece // 2
     sent, starts = [], {name: getattr(collectives, f"start_{name}") for name in ("all_gathers", "psum_scatters")}

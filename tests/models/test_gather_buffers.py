@@ -13,6 +13,7 @@ from funrl.mesh.mesh import AXES, coordinates, parse
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, layouts
 from funrl.mesh.simulate import gather, per_rank, scatter, simulate
 from funrl.models import decoder_config, decoder_model, fsdp, gather_buffers
+from funrl.models.decoder.routing import Experts
 from funrl.models.gather_buffers import (
     GatherDtypes,
     buffers_of,
@@ -40,20 +41,21 @@ SIZES = (4, 2, 1, 1)  # of the axes data, expert, sequence and tensor
         ((4, 2), (("data",), ("expert",)), True),  # a number on every rank
         ((4, 3), (("data",), ("expert",)), False),  # of 2 + 2 numbers of a row one is padding
         ((1, 2), ((), ("expert",)), True),
+        ((2, 8, 6), (("data",), ("data",), ()), True),  # 2 heads on 4 ranks
+        ((4, 4, 6), (("data",), ("expert",), ()), True),
+        ((2, 8, 6), (("data",), ("data", "expert"), ()), True),
+        ((2, 8, 6), (("data",), ("expert", "data"), ()), False),
     ],
 )
 def test_a_leaf_arrives_in_place_where_its_outermost_dim_is_split(shape, spec, in_place):
     stored, compute = Layout(shape, spec, SIZES), Layout(shape, ((),) * len(shape), SIZES)
-    with own_messages(0):
-        (bucket,) = buffers_of(("w",), (stored,), (compute,), (True,)).buckets
+    (bucket,) = buffers_of(("w",), (stored,), (compute,), (True,), 0).buckets
     assert bucket.in_place == in_place
-    with own_messages(1 << 10):  # a part of a message of several leaves is never in place
-        (bucket,) = buffers_of(("w",), (stored,), (compute,), (True,)).buckets
-    assert not bucket.in_place
+    (bucket,) = buffers_of(("w",), (stored,), (compute,), (True,), 1 << 10).buckets
+    assert not bucket.in_place, "a part of a message of several leaves is never in place"
 
 
-# Weights of a dense layer with the proportions of Llama 70B. By the rules all are split along their first dim but k and
-# v, which have fewer heads than there are ranks.
+# Weights of a dense layer with the proportions of Llama 70B. All have messages of their own but k and v.
 LAYER = {
     "q": (("heads", "head", "embed"), (8, 64, 512)),
     "k": (("kv_heads", "head", "embed"), (2, 64, 512)),
@@ -71,26 +73,36 @@ IN_PLACE = NUMBERS - COPIED
 
 LLAMA_70B = {"embed": 8192, "heads": 64, "kv_heads": 8, "head": 128, "mlp": 28672}
 QWEN3_8B = {"embed": 4096, "heads": 32, "kv_heads": 8, "head": 128, "mlp": 12288}
+QWEN3_1_7B = {"embed": 2048, "heads": 16, "kv_heads": 8, "head": 128, "mlp": 6144}
+QWEN3_30B = {"embed": 2048, "heads": 32, "kv_heads": 4, "head": 128, "mlp": 6144, "experts": Experts(128, 8, 768)}
+QWEN3_235B = {"embed": 4096, "heads": 64, "kv_heads": 4, "head": 128, "mlp": 12288, "experts": Experts(128, 8, 1536)}
 
 
 @pytest.mark.parametrize(
     ("sizes", "mesh", "percent"),
-    [  # with `embed` always split these were 65, and 74 in the last row
+    [  # in the comment with one dim split and larger messages
         (LLAMA_70B, "dp8", 0),
-        (LLAMA_70B, "dp16", 2),
-        (LLAMA_70B, "dp512", 10),
+        (LLAMA_70B, "dp16", 0),  # 2
+        (LLAMA_70B, "dp512", 0),  # 10
         (QWEN3_8B, "dp8", 0),
-        (QWEN3_8B, "dp16", 4),
-        (QWEN3_8B, "dp8,tp4", 4),
-        (QWEN3_8B, "dp64,tp8", 22),  # more ranks than heads
+        (QWEN3_8B, "dp16", 0),  # 4
+        (QWEN3_8B, "dp8,tp4", 0),  # 4
+        (QWEN3_8B, "dp64,tp8", 0),  # 22
+        (QWEN3_8B, "dp512", 0),  # 22
+        (QWEN3_8B, "dp6", 13),  # which divides neither heads nor their sizes
+        (QWEN3_1_7B, "dp64", 0),  # 17
+        (QWEN3_30B, "dp4,ep8,tp2", 0),  # 12
+        (QWEN3_235B, "dp256", 0),  # 99: more ranks than experts
+        (QWEN3_235B, "dp64,ep4", 0),  # 95
     ],
 )
 def test_few_bytes_of_published_layers_are_rearranged(sizes, mesh, percent):
-    model = decoder_model(decoder_config(vocab=8, layers=1, **sizes))
-    layer, axes = model.shapes["layers"][0], model.axes["layers"][0]
-    tables = fully_sharded(STORED), COMPUTE
-    stored, compute = (tuple(trees.leaves(layouts(layer, axes, table, parse(mesh)))) for table in tables)
-    buffers = buffers_of(("w",) * len(stored), stored, compute, (True,) * len(stored))
+    model = decoder_model(decoder_config(vocab=8, layers=4, **sizes))
+    tables = fully_sharded(STORED, ("data", "expert")), COMPUTE
+    trees_of = [layouts(model.shapes["layers"], model.axes["layers"], table, parse(mesh)) for table in tables]
+    together = fsdp.layers_of_group(*trees_of, itemsize=2)
+    stored, compute = (tuple(trees.leaves(tree[:together])) for tree in trees_of)
+    buffers = buffers_of(("w",) * len(stored), stored, compute, (True,) * len(stored), gather_buffers.GROUPED_MESSAGE)
     gathered = copied = 0
     for bucket in buffers.buckets:
         gathered += bucket.ranks * bucket.elements
@@ -122,7 +134,7 @@ def _layer(mesh, dtypes):
     stored, compute = (layouts(empty, logical, table, mesh.sizes) for table in (fully_sharded(STORED), COMPUTE))
     shards = trees.map(lambda layout: torch.ones(layout.local_shape()), stored)
     args = (trees.leaves(stored), trees.leaves(compute), [True] * len(LAYER))
-    buffers = buffers_of(tuple(sorted(LAYER)), *map(tuple, args))
+    buffers = buffers_of(tuple(sorted(LAYER)), *map(tuple, args), 1 << 16)
     grads = tuple(x.to(dtypes.compute) for x in trees.leaves(empty))
     return gather_buffers.Group(shards, buffers, mesh, dtypes), grads
 
@@ -199,6 +211,8 @@ LENGTHS = {
 SIMULATED = {  # mesh, and the axes that weights are sharded over
     "dp2,tp2": ("dp2,tp2", ("data",)),
     "dp2,ep2 in the other order": ("dp2,ep2", ("expert", "data")),
+    "dp8, more than heads": ("dp8", ("data",)),
+    "dp2,ep4 in the other order": ("dp2,ep4", ("expert", "data")),
 }
 
 

@@ -11,7 +11,7 @@ from funrl import optim, trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
-from funrl.mesh.rules import STORED, fully_sharded, layouts, shard
+from funrl.mesh.rules import STORED, Leading, fully_sharded, layouts, shard
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.optim import orthogonal
 
@@ -183,16 +183,26 @@ RULES = {
     "fsdp": {"heads": "tensor", "mlp": "tensor", "embed": "data", "experts": None},
     "fsdp of one dim": {"heads": ("tensor", "data"), "mlp": ("data", "tensor"), "embed": None, "experts": None},
     "ep": {"heads": "tensor", "mlp": "tensor", "embed": "data", "experts": "expert"},
+    "several dims": {"heads": "tensor", "mlp": "tensor", "embed": Leading("data"), "experts": None},
+    "several axes": {"heads": None, "mlp": None, "embed": (Leading("data"), Leading("expert")), "experts": None},
 }
 
 
 @pytest.mark.parametrize(
     ("rules", "mesh"),
-    [("tp", "tp2"), ("fsdp", "dp2,tp2"), ("fsdp of one dim", "dp2,tp2"), ("ep", "dp2,ep2,tp2")],
+    [
+        ("tp", "tp2"),
+        ("fsdp", "dp2,tp2"),
+        ("fsdp of one dim", "dp2,tp2"),
+        ("ep", "dp2,ep2,tp2"),
+        ("several dims", "dp4,tp2"),
+        ("several dims", "dp8"),
+        ("several axes", "dp2,ep4"),
+    ],
 )
 def test_on_a_mesh_the_numbers_are_those_of_one_device(mesh, rules, monkeypatch):
     whole = {
-        "q": randn(4, 3, 8),
+        "q": randn(4, 6, 8),
         "layers": tuple({"up": randn(8, 4, seed=n)} for n in range(6)),
         "up": randn(2, 4, 8),
     }

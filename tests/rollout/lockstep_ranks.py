@@ -121,7 +121,7 @@ def run_ranks(program, sizes):
     ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
     with (
         mock.patch.object(collectives, "_c10d", _Collectives()),
-        mock.patch.object(collectives, "_grouped", lambda *_: False),
+        mock.patch.object(collectives, "groups_messages", lambda: False),
     ):
         for thread in ranks:
             thread.start()

@@ -10,7 +10,7 @@ from funrl.algos.recipes.grpo import grpo
 from funrl.batch import Batch
 from funrl.compiled_kernels.varlen_attention import segment_offsets
 from funrl.mesh.mesh import single
-from funrl.mesh.rules import COMPUTE, STORED, fully_sharded
+from funrl.mesh.rules import COMPUTE, STORED, Outermost, fully_sharded
 from funrl.mesh.text import parse
 from funrl.models import decoder_config, decoder_model, place
 from funrl.models.decoder.routing import Experts
@@ -66,7 +66,7 @@ def difference(text):
     sizes = parse(name)
     experts = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
     model = decoder_model(decoder_config(**SIZES | experts))
-    stored = fully_sharded(STORED) if kind else STORED
+    stored = fully_sharded(STORED, kind=Outermost) if kind else STORED
     params = model.init(torch.Generator().manual_seed(0), torch.float64)
     rows = [row(seed) for seed in range(sizes["data"] * sizes["expert"])]
     denominators = tuple(map(sum, zip(*(LOSS.denominators(Batch(**fields)) for fields in rows), strict=True)))

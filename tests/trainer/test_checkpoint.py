@@ -12,7 +12,7 @@ from small_runs import GRPO, PPO, SIZES, Quiet, gap, remove_later_checkpoints, s
 from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.mesh.rules import fully_sharded, layout
+from funrl.mesh.rules import Outermost, Uneven, fully_sharded, layout
 from funrl.trainer import startup
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.export import checkpoint_of, export_checkpoint
@@ -80,10 +80,14 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_weights_that_were_saved_in_other_shards_are_read(tmp_path, monkeypatch):
-    """Runs of before always split the dim of hidden states."""
+@pytest.mark.parametrize(
+    ("mesh", "kind", "before", "after"),
+    [("dp2", Uneven, ("", "", "data"), ("data", "", "")), ("dp8", Outermost, ("", "", "data"), ("data", "data", ""))],
+)
+def test_weights_that_were_saved_in_other_shards_are_read(mesh, kind, before, after, tmp_path, monkeypatch):
+    """Runs of before split the dim of hidden states, or one dim."""
     settings = {"steps": 2, "eval_every": 9, "fsdp": True}
-    job = small_job(PPO, mesh="dp2", **SETTINGS | settings)
+    job = small_job(PPO, mesh=mesh, **SETTINGS | settings)
 
     def layout_of_q():
         return layout(
@@ -91,11 +95,11 @@ def test_weights_that_were_saved_in_other_shards_are_read(tmp_path, monkeypatch)
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(sharding, "fully_sharded", lambda rules, over, outermost: fully_sharded(rules, over, False))
-        assert layout_of_q().spec == ((), (), ("data",))
-        _, steps, _, _ = run_to_resume(tmp_path, "dp2", **settings)
-    assert layout_of_q().spec == (("data",), (), ())
-    _, resumed, _, _ = run(tmp_path, "dp2", resume=True, run_dir="x", **settings)
+        patched.setattr(sharding, "fully_sharded", lambda rules, over, _: fully_sharded(rules, over, kind))
+        assert layout_of_q().spec == tuple(tuple(axes.split()) for axes in before)
+        _, steps, _, _ = run_to_resume(tmp_path, mesh, **settings)
+    assert layout_of_q().spec == tuple(tuple(axes.split()) for axes in after)
+    _, resumed, _, _ = run(tmp_path, mesh, resume=True, run_dir="x", **settings)
     for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b

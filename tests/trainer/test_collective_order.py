@@ -11,9 +11,13 @@ from selection import quick
 from small_runs import GRPO, PPO, SIZES, Quiet, small_job
 
 from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.cost import dry_run
+from funrl.cost.tracing.hardware import COMMUNICATOR_BYTES, HARDWARE
 from funrl.mesh import collectives
+from funrl.mesh import launch as launching
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
+from funrl.models.decoder import experts
 from funrl.models.decoder.routing import Experts
 from funrl.trainer.placement.ranks import run_rank
 
@@ -60,6 +64,42 @@ def test_ranks_start_the_same_collectives_in_one_order(name, tmp_path):
     records = read_records(tmp_path)
     assert len(records) == math.prod(job.launched.values()) and len(records[0]) > 20
     check_order(records)
+
+
+@pytest.mark.slow
+def test_ranks_of_experts_on_two_nodes_start_them_in_one_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "ranks_of_node", lambda: 2)
+    monkeypatch.setattr(experts, "_exact_parts", lambda *_: None)  # as on a GPU
+    job = small_job(GRPO, SIZES | {"mlp": 8, "experts": Experts(4, 2, 8)}, mesh="ep4", fsdp=True, steps=2, **EXPERTS)
+    program = functools.partial(rank_of, job, tmp_path / "checkpoints")
+    assert launch(functools.partial(run_recorded, program, tmp_path), job.launched, "cpu") is None
+    records = read_records(tmp_path)
+    check_order(records)
+    across = {x.ranks for x in records[0] if x.content.startswith("all_to_all_single")}
+    assert {(0, 2), (0, 1)} <= across
+
+
+SPLIT = {"split_residual": "on", "fsdp": True}
+IN_USE = {
+    "dp2,tp2": {"mesh": "dp2,tp2", **SPLIT},
+    "dp2,sp2,tp2": {"mesh": "dp2,sp2,tp2", **SPLIT},
+    "another generate mesh": {"mesh": "dp4", "generate_mesh": "dp2,tp2"},
+    "ep2,tp2": {"mesh": "ep2,tp2", **EXPERTS, **SPLIT},
+    "dp2,ep2,tp2 and generate_mesh": {"mesh": "dp2,ep2,tp2", "generate_mesh": "dp4,tp2", **EXPERTS, **SPLIT},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", quick(IN_USE, ["dp2,ep2,tp2 and generate_mesh"]))
+def test_a_rank_uses_as_many_communicators_as_the_dry_run_counts(name, tmp_path):
+    sizes = SIZES | ({"mlp": 8, "experts": Experts(4, 2, 8)} if "task" in IN_USE[name] else {})
+    job = small_job(GRPO, sizes, steps=2, **IN_USE[name])
+    program = functools.partial(rank_of, job, tmp_path / "checkpoints")
+    assert launch(functools.partial(run_recorded, program, tmp_path), job.launched, "cpu") is None
+    used = {x.ranks for x in read_records(tmp_path)[0] if not x.content.startswith("new_group")}
+    phases = dry_run.estimate(job, 8, HARDWARE["h100"]).phases
+    counted = {costs.peak["communicators"] for costs in phases.values()}
+    assert counted == {float(len(used) * COMMUNICATOR_BYTES)}, sorted(used)
 
 
 def exchange(order, mesh):

@@ -19,7 +19,7 @@ from funrl.mesh import reading
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse
-from funrl.mesh.rules import STORED, Uneven, fully_sharded, layout, layouts
+from funrl.mesh.rules import STORED, Leading, Uneven, fully_sharded, layout, layouts
 from funrl.mesh.sums import own_range
 from funrl.models import decoder_config
 from funrl.models.decoder import weights
@@ -49,11 +49,13 @@ RULES = {
     "whole": None,
     "both": "data",
     "uneven": Uneven("data"),
+    "leading": Leading("data"),
 }
 AXES = {
     "roles/a": ((8, 12), ("both", "columns"), torch.float32),
     "roles/b": ((16, 4), ("rows", "whole"), torch.bfloat16),
     "roles/c": ((5,), ("whole",), torch.float64),
+    "roles/d": ((2, 8, 3), ("whole", "columns", "leading"), torch.float32),  # dp4 splits two dims together
     "count": ((), (), torch.int64),
     "flags": ((3, 4), ("whole", "columns"), torch.bool),
     "empty": ((0, 4), ("whole", "whole"), torch.float32),
@@ -168,8 +170,8 @@ DEEPSEEK_V3 = decoder_config(
     ("config", "mesh", "over", "before", "after"),
     [
         (LLAMA_70B, "dp512", "data", 287_905, 126_945),
-        (LLAMA_70B, "dp64,tp8", "data", 287_905, 135_585),
-        (DEEPSEEK_V3, "dp64,ep64", ("data", "expert"), 2_364_719, 717_794),
+        (LLAMA_70B, "dp64,tp8", "data", 287_905, 131_745),
+        (DEEPSEEK_V3, "dp64,ep64", ("data", "expert"), 2_859_823, 717_794),
     ],
 )
 def test_no_chunk_of_large_models_on_many_ranks_is_a_sliver(config, mesh, over, before, after):

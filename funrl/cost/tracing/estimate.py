@@ -210,8 +210,12 @@ def stage_of(phase: str) -> str:
 
 
 @contextlib.contextmanager
-def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
-    """The first rank of a mesh whose other ranks do not exist; messages to them are discarded."""
+def pretended(sizes: dict[str, int], node: int | None = None) -> Iterator[Mesh]:
+    """The first rank of a mesh whose other ranks do not exist; messages to them are discarded.
+
+    Args:
+      node: ranks of each node; None: all are on one.
+    """
     world = Mesh(sizes).world
     if world == 1:
         yield single()
@@ -220,7 +224,7 @@ def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield Mesh(sizes, 0, torch.device("cpu"), launch.groups(sizes))
+        yield launch.with_expert_nodes(Mesh(sizes, 0, torch.device("cpu"), launch.groups(sizes)), node)
     finally:
         dist.destroy_process_group()
 
@@ -229,8 +233,9 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]
     """`Estimate.axes` of one mesh."""
     shorts = {axis: short for short, axis in meshes.SHORT.items()}
     return {
-        name: (",".join(f"{shorts[a]}{mesh.sizes[a]}" for a in axes), axes, mesh.sizes)
-        for axes, name in mesh.groups.items()
+        name: (",".join(f"{shorts[a]}{own.sizes[a]}" for a in axes), axes, own.sizes)
+        for own in (*(mesh.nodes or ()), mesh)
+        for axes, name in own.groups.items()
     }
 
 

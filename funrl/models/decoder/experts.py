@@ -1,10 +1,11 @@
 """A feed-forward layer that is a mixture of experts, on one rank or over the mesh axis `expert`. No token is dropped.
 
-Every token goes to its k experts, which may be on other ranks of `expert`. There are two ways there and back:
+Every token goes to its k experts, which may be on other ranks of `expert`. There are three ways there and back:
 
 | way | sends to the experts | brings home | where |
 |---|---|---|---|
 | exchanged | a block of rows to each rank: all_to_all | the same back | rows are bounded, or sums have an order |
+| by node | a row to each node, from there to ranks | a node's sums | the same, and a token's experts share nodes |
 | gathered | every token to every rank of the group: all_gather | psum_scatter | else: a few tokens, and XLA |
 
 No size depends on what the router says, so the host waits for no device. The experts of a rank have a fixed number of
@@ -274,7 +275,9 @@ def _partial_sums(
     all_BTD = enter(h_BTD, mesh, split) if experts.shared or not way.spreads else h_BTD
     tokens_BTD = h_BTD if way.spreads else all_BTD
     weights_TK = way.own(routes.weights_TK) if way.spreads else pbroadcast(routes.weights_TK, mesh, "tensor")
-    dispatch = dispatch_exchanged if way.over and way.row_bound is not None else dispatch_gathered
+    dispatch = dispatch_gathered
+    if way.over and way.row_bound is not None:
+        dispatch = dispatch_by_node if _goes_by_node(experts, mesh) else dispatch_exchanged
     out_TD, peak = dispatch(experts, way, params, tokens_BTD.flatten(0, 1), weights_TK, way.own(routes.ids_TK))
     out_BTD = out_TD.view(tokens_BTD.shape)
     if not experts.shared:
@@ -344,29 +347,151 @@ def dispatch_exchanged(
 
     Where rows are bounded, the tokens go in two halves: rows of one are on their way while experts compute the other.
     """
+    ids_TK = _without_padding(experts, way, ids_TK, params["expert_gate"].shape[0])
+    halves = zip(*(x.chunk(1 if way.row_bound is None else 2) for x in (h_TD, weights_TK, ids_TK)), strict=True)
+    sent, peaks = _to_experts(experts, way, params, [TokenPart(*half, slots=half[2].numel()) for half in halves])
+    return torch.cat([_sum_home(rows) for rows in sent]), torch.stack(peaks).max()
+
+
+class TokenPart(NamedTuple):
+    """Tokens that go to experts together.
+
+    Attributes:
+      tokens_tD: the tokens, or what `start_rows` gave for them.
+      weights_tK, ids_tK: of their experts; ids are rank by rank, and those beyond the last rank's are none.
+      slots: number of rows that they are taken to need over all ranks.
+      path: arguments of `wait_rows` for the tokens; None: they are there.
+    """
+
+    tokens_tD: Tensor
+    weights_tK: Tensor
+    ids_tK: Tensor
+    slots: int
+    path: tuple[list[int], list[int], Mesh, Axes] | None = None
+
+
+class RowsHome(NamedTuple):
+    """Rows of a part of the tokens on their way home from experts; `path` has the arguments of `wait_rows`."""
+
+    y_MD: Tensor
+    weights_tK: Tensor
+    slots: ExpertSlots
+    path: tuple[list[int], list[int], Mesh, Axes]
+
+
+def _to_experts(
+    experts: Experts, way: Dispatch, params: trees.Tree, parts: list[TokenPart]
+) -> tuple[list[RowsHome], list[Tensor]]:
+    """Send the parts to their experts, which compute one after the other; and the peak of each."""
     ranks = way.mesh.size(way.over)
     own = params["expert_gate"].shape[0]
-    halves = 1 if way.row_bound is None else 2
-    sent: list[ExpertSlots] = []
+    slots: list[ExpertSlots] = []
     paths = []
-    for ids_tK in _without_padding(experts, way, ids_TK, own).chunk(halves):
-        slots = ids_tK.numel()
-        bounded = slots if way.row_bound is None else max(-(-way.row_bound * slots // (4 * ranks)), LEAST_ROWS)
-        rows = min(slots, bounded)
-        sent.append(slots_by_rank(ids_tK, ranks, own, rows))
+    for part in parts:
+        rows = _bounded_rows(way, part.slots, ranks, most=part.ids_tK.numel())
+        slots.append(slots_by_rank(part.ids_tK, ranks, own, rows))
         paths.append(([rows] * ranks, [rows] * ranks, way.mesh, way.over))
-    ends_SE = all_to_all(torch.cat([part.ends for part in sent], 1), way.mesh, way.over, split=0, concat=0)
-    parts = list(zip(sent, paths, h_TD.chunk(halves), ends_SE.split(own, 1), weights_TK.chunk(halves), strict=True))
-    rows_MD = [start_rows(take_rows(h_tD, part), *path) for part, path, h_tD, _, _ in parts]
-    for i, (_, path, _, ends_Se, _) in enumerate(parts):
-        y_MD = _at_experts(experts, way, params, wait_rows(rows_MD[i], *path), ends_Se)
-        rows_MD[i] = start_rows(y_MD, *path)
-    sums = [  # of the first half while rows of the second come home
-        combine(wait_rows(y_MD, *path), weights_tK, part)
-        for y_MD, (part, path, _, _, weights_tK) in zip(rows_MD, parts, strict=True)
-    ]
-    peaks = [_peak(way, part.needed, part.row_TK.numel()) for part in sent]
+    ends_SE = all_to_all(torch.cat([x.ends for x in slots], 1), way.mesh, way.over, split=0, concat=0)
+    arriving = []
+    for part, places, path in zip(parts, slots, paths, strict=True):
+        h_tD = part.tokens_tD if part.path is None else wait_rows(part.tokens_tD, *part.path)
+        arriving.append(start_rows(take_rows(h_tD, places), *path))
+    home = []
+    for part, places, path, rows_MD, ends_Se in zip(parts, slots, paths, arriving, ends_SE.split(own, 1), strict=True):
+        y_MD = _at_experts(experts, way, params, wait_rows(rows_MD, *path), ends_Se)
+        home.append(RowsHome(start_rows(y_MD, *path), part.weights_tK, places, path))
+    return home, [_peak(way, places.needed, part.slots) for part, places in zip(parts, slots, strict=True)]
+
+
+def _sum_home(rows: RowsHome) -> Tensor:
+    """The sums of experts for a part of the tokens."""
+    return combine(wait_rows(rows.y_MD, *rows.path), rows.weights_tK, rows.slots)
+
+
+class NodeVisits(NamedTuple):
+    """Tokens on their way to the nodes of their experts.
+
+    Attributes:
+      slots: a row for each token and node.
+      path: arguments of `wait_rows`.
+      weights_MK, ids_MK: of the rows, on their way.
+      mean: number of tokens that go to a node, where experts are chosen evenly.
+    """
+
+    slots: ExpertSlots
+    path: tuple[list[int], list[int], Mesh, Axes]
+    weights_MK: Tensor
+    ids_MK: Tensor
+    mean: float
+
+
+def dispatch_by_node(
+    experts: Experts, way: Dispatch, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same where ranks with other experts are on several nodes: a token goes once to each node of its experts.
+
+    From there rows go to the experts inside of the node. What these make of a token is added up in the node and comes
+    home as one row. Rows of one half of the tokens are on their way while experts compute the other.
+    """
+    nodes = way.mesh.nodes
+    assert nodes is not None
+    own = params["expert_gate"].shape[0]
+    held = own * nodes.inside.size(way.over)
+    first = nodes.across.index(way.over) * held
+    halves = [x.chunk(2) for x in (h_TD, weights_TK, _without_padding(experts, way, ids_TK, own))]
+    visits = [_start_visits(experts, way, held, *half) for half in zip(*halves[1:], strict=True)]
+    tokens = [start_rows(take_rows(h_tD, x.slots), *x.path) for h_tD, x in zip(halves[0], visits, strict=True)]
+    parts = []
+    for h_MD, x in zip(tokens, visits, strict=True):
+        ids_MK, weights_MK = (wait_rows(sent, *x.path) for sent in (x.ids_MK, x.weights_MK))
+        local_MK = torch.where((ids_MK >= first) & (ids_MK < first + held), ids_MK - first, held)
+        parts.append(TokenPart(h_MD, weights_MK, local_MK, slots=x.slots.row_TK.numel(), path=x.path))
+    sent, peaks = _to_experts(experts, way._replace(mesh=nodes.inside), params, parts)
+    peaks += [torch.where(x.slots.needed > LEAST_ROWS, x.slots.needed.double() / x.mean, 0.0) for x in visits]
+    home = [start_rows(_sum_home(rows), *x.path) for rows, x in zip(sent, visits, strict=True)]
+    ones = [torch.ones_like(x.slots.row_TK, dtype=h_TD.dtype) for x in visits]
+    sums = [_sum_home(RowsHome(y, one, x.slots, x.path)) for y, one, x in zip(home, ones, visits, strict=True)]
     return torch.cat(sums), torch.stack(peaks).max()
+
+
+def _start_visits(experts: Experts, way: Dispatch, held: int, weights_TK: Tensor, ids_TK: Tensor) -> NodeVisits:
+    """Rows for tokens and the nodes of their experts, of which each node has `held`; weights and ids are sent."""
+    assert way.mesh.nodes is not None
+    across = way.mesh.nodes.across
+    count = across.size(way.over)
+    tokens, chosen = ids_TK.shape
+    mean = tokens * _nodes_of_token(experts, count, chosen) / count
+    rows = _bounded_rows(way, mean, 1, most=tokens)
+    slots = slots_by_rank(_first_of_each(torch.div(ids_TK, held, rounding_mode="floor"), count), count, 1, rows)
+    # A row that no token takes has a token's content, and no expert.
+    taken_M = (torch.arange(rows, device=ids_TK.device) < slots.ends).flatten()
+    ids_MK = torch.where(taken_M.unsqueeze(1), ids_TK[slots.token_M], count * held)
+    path = [rows] * count, [rows] * count, across, way.over
+    return NodeVisits(slots, path, start_rows(take_rows(weights_TK, slots), *path), start_rows(ids_MK, *path), mean)
+
+
+def _goes_by_node(experts: Experts, mesh: Mesh) -> bool:
+    """True if tokens go once to a node: if their experts are on clearly fewer nodes than they are experts."""
+    if mesh.nodes is None:
+        return False
+    return _nodes_of_token(experts, mesh.nodes.across.size("expert"), experts.per_token) <= 0.75 * experts.per_token
+
+
+def _nodes_of_token(experts: Experts, nodes: int, chosen: int) -> float:
+    """Number of nodes of a token's experts, in the mean over even choices from the groups that it may go to."""
+    reached = min(nodes, experts.chosen_groups * max(1, nodes // experts.groups)) if experts.groups > 1 else nodes
+    return reached * (1 - (1 - 1 / reached) ** chosen)
+
+
+def _first_of_each(nodes_TK: Tensor, count: int) -> Tensor:
+    """Numbers below `count`, and `count` in place of those that a token has before."""
+    same_TKK = nodes_TK.unsqueeze(2) == nodes_TK.unsqueeze(1)
+    return torch.where(same_TKK.tril(-1).any(2), count, nodes_TK).clamp(max=count)
+
+
+def _bounded_rows(way: Dispatch, slots: float, parts: int, most: int) -> int:
+    """Number of rows up to the bound for a part of some slots."""
+    return most if way.row_bound is None else min(most, max(int(-(-way.row_bound * slots // (4 * parts))), LEAST_ROWS))
 
 
 def _at_experts(experts: Experts, way: Dispatch, params: trees.Tree, x_MD: Tensor, ends_SE: Tensor) -> Tensor:

@@ -12,7 +12,18 @@ import torch
 from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
-from funrl.mesh.rules import COMPUTE, GENERATE, STORED, WHOLE_EXPERTS, Rules, fully_sharded, layouts
+from funrl.mesh.rules import (
+    COMPUTE,
+    GENERATE,
+    STORED,
+    WHOLE_EXPERTS,
+    Leading,
+    Outermost,
+    Rules,
+    Uneven,
+    fully_sharded,
+    layouts,
+)
 from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
 from funrl.models.decoder.sequence_parallel import is_ring
@@ -31,7 +42,8 @@ def stored_rules(settings: Settings, role: str) -> Rules:
         return STORED
     named = {SHORT[short] for short in parts(settings.sharding.fsdp_axes)} or set(TOKEN_AXES)
     over = tuple(axis for axis in AXES if axis in named)
-    return fully_sharded(STORED, over, outermost=settings.adapters.lora_rank is None)
+    kind = Leading if settings.models.backend == "torch" else Outermost  # in JAX an axis splits one dim
+    return fully_sharded(STORED, over, kind if settings.adapters.lora_rank is None else Uneven)
 
 
 def is_sharded(settings: Settings, role: str) -> bool:

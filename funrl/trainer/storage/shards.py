@@ -136,18 +136,29 @@ def own_shards(
 def joined_axes(layout: Layout, itemsize: int) -> tuple[str, ...]:
     """Axes over which ranks join their parts of a tensor, so that chunks are large enough; (): none.
 
-    Whole dims are joined: the one of the fewest parts that suffices, else that of the most and a further one.
+    Whole dims are joined, those that an axis splits together as one: the one of the fewest parts that suffices, else
+    that of the most and a further one.
     """
     sizes = dict(zip(AXES, layout.sizes, strict=True))
     axes: tuple[str, ...] = ()
     nbytes = math.prod(layout.local_shape()) * itemsize
-    split = sorted((math.prod(sizes[axis] for axis in spec), spec) for spec in layout.spec if spec)
+    split = sorted((math.prod(sizes[axis] for axis in spec), spec) for spec in _split_together(layout))
     while split and nbytes * LEAST_SHARE < CHUNK_BYTES:
         ranks, spec = next((x for x in split if nbytes * x[0] * LEAST_SHARE >= CHUNK_BYTES), split[-1])
         split.remove((ranks, spec))
         axes += spec
         nbytes *= ranks
     return tuple(axis for axis in AXES if axis in axes)
+
+
+def _split_together(layout: Layout) -> list[tuple[str, ...]]:
+    """The axes that split each dim; those of dims that share an axis are one."""
+    together: list[tuple[str, ...]] = []
+    for spec in filter(None, layout.spec):
+        shared = [axes for axes in together if set(axes) & set(spec)]
+        together = [axes for axes in together if axes not in shared]
+        together.append(tuple(dict.fromkeys(axis for axes in (*shared, spec) for axis in axes)))
+    return together
 
 
 def without_axes(layout: Layout, axes: tuple[str, ...]) -> Layout:
