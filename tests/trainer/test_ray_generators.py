@@ -256,7 +256,11 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        ({"engine": "hf"}, "--engine=hf with --place=generate:ray1-4: generators on Ray have the native engine"),
+        ({"engine": "hf"}, "--engine=hf with --place=generate:ray1-4: requests of a batch share their noise"),
+        (
+            {"engine": "vllm_server", "engine_url": "http://127.0.0.1:1"},
+            "--engine=vllm_server with --place=generate:ray1-4: Ray starts generators as it has devices",
+        ),
         ({}, "--place=generate:ray1-4: ray is not installed; pip install 'funrl[ray]'"),
         ({"place": "generate:join"}, "write generate:ray1-8"),
         ({"place": "generate:ray"}, "'generate:ray' is not a number of generators"),
