@@ -57,7 +57,7 @@ def sizes_of(**axes):
 @pytest.fixture
 def store(monkeypatch):
     made = Store()
-    monkeypatch.setattr(ray_engine, "gather_objects", lambda *_: None)
+    monkeypatch.setattr(ray_engine, "gather_objects", lambda own, mesh: [own])
     monkeypatch.setattr(ray_engine, "OBJECT_BYTES", 3000)
     monkeypatch.setattr(ray_engine, "connect_ranks", lambda mesh: (made, made))
     return made

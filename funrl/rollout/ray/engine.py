@@ -59,6 +59,7 @@ class RayEngine(RemoteEngine):
       ray, exchange: of `connect_ranks`.
       publish: (model, version) -> None; called on the first rank once all ranks have put a version.
       published: model -> newest version that they have put.
+      sent: bytes of the newest version that a generator takes if it holds the one before; None: nothing is patched.
     """
 
     def __init__(self, weights: WeightSpec, stored: trees.Tree, mesh: Mesh, *, patches: bool = False) -> None:
@@ -74,6 +75,7 @@ class RayEngine(RemoteEngine):
         self.ray, self.exchange = connect_ranks(mesh)
         self.publish: Callable[[str, int], None] = lambda model, version: None
         self.published: dict[str, int] = {}
+        self.sent: int | None = None
         self._stored = dict(trees.named(stored))
         self._patches = patches and weights.dtype.itemsize == NARROW and not weights.float8
         self._buckets: Sequence[WeightBucket] = ()  # of the newest version
@@ -97,7 +99,7 @@ class RayEngine(RemoteEngine):
         wanted = dict(trees.named(self.weights.layouts))
         buckets: list[WeightBucket] = []
         parts: defaultdict[tuple[int, ...], dict[tuple[str, Box], np.ndarray]] = defaultdict(dict)
-        nbytes = 0
+        nbytes = sent = 0
         for there, x in named_weights:
             name = names[there]
             if not first_copy(self._stored[name], mesh):
@@ -105,7 +107,7 @@ class RayEngine(RemoteEngine):
             box = self._stored[name].box(mesh.rank)
             part = x.detach().to("cpu", weight_dtype(name, self.weights.dtype)).reshape(shape(box))
             if nbytes + part.nbytes > OBJECT_BYTES:
-                self._put(parts, buckets)
+                sent += self._put(parts, buckets)
                 nbytes = 0
             nbytes += part.nbytes
             owners = defaultdict[Box, list[int]](list)
@@ -114,36 +116,42 @@ class RayEngine(RemoteEngine):
             for piece, ranks in owners.items():
                 if volume(piece):
                     parts[tuple(ranks)][name, piece] = as_bytes(part[slices(piece, box)])
-        self._put(parts, buckets)
+        sent += self._put(parts, buckets)
         topic = self.model, version
         self.ray.get(self.exchange.post.remote(topic, {(mesh.rank, n): x for n, x in enumerate(buckets)}))
-        gather_objects(None, mesh)  # all parts are there
+        sent = sum(gather_objects(sent, mesh))  # all parts are there
+        self.sent = sent if self._patches else None
         self._buckets = buckets
         self.version = version
         self.published[self.model] = version
         if mesh.rank == 0:
             self.publish(*topic)
 
-    def _put(
-        self, parts: dict[tuple[int, ...], dict[tuple[str, Box], np.ndarray]], buckets: list[WeightBucket]
-    ) -> None:
+    def _put(self, parts: dict[tuple[int, ...], dict[tuple[str, Box], np.ndarray]], buckets: list[WeightBucket]) -> int:
         """Put parts in the store, and patches if these have few enough bytes; add their buckets.
 
         Args:
           parts: by the devices that hold them, names and boxes; afterwards there are none.
           buckets: receives them. Those of the version before are made in the same order.
+
+        Returns: bytes of the parts, or of the patches where there are some.
         """
+        sent = 0
         for ranks, own in parts.items():
             bucket = WeightBucket(ranks, [*own], self.ray.put([*own.values()]))
+            nbytes = sum(x.nbytes for x in own.values())
             before = self._buckets[len(buckets)] if len(buckets) < len(self._buckets) else None
             if self._patches and before is not None and before.boxes == bucket.boxes:
                 new = [_words(x) for x in own.values()]
                 old = [_words(x.copy()) for x in self.ray.get(before.whole)]
-                if changed_bytes(new, old)[1] < LARGEST_SHARE * trees.nbytes(new):
+                if changed_bytes(new, old)[1] < LARGEST_SHARE * nbytes:
                     patches = [encode_patch(*pair).numpy() for pair in zip(new, old, strict=True)]
+                    nbytes = sum(patch.nbytes for patch in patches)
                     bucket = bucket._replace(base=self.version, patches=self.ray.put(patches))
+            sent += nbytes
             buckets.append(bucket)
         parts.clear()
+        return sent
 
 
 def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:

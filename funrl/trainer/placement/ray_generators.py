@@ -386,6 +386,7 @@ class RayGenerators(GroupGenerators, Requests):
         Requests.__init__(self, self.mesh)
         self.requests = engine.requests = self
         engine.held = lambda version: self._digests(version) is not None
+        self._put = engine
         self._ray = engine.ray
         self._exchange = engine.exchange
         self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
@@ -429,6 +430,11 @@ class RayGenerators(GroupGenerators, Requests):
         """Take the batch of a step; see `GroupGenerators`. Collective."""
         with self._link.changed:
             super().end_step()
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of places, and of weights that may be patched; see `GroupGenerators`."""
+        sent = self._put.sent
+        return super().metrics() | ({} if sent is None else {"sync/sent_bytes": float(sent)})
 
     def close(self) -> None:
         """End the generators, and leave the cluster."""

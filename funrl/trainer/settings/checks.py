@@ -321,8 +321,8 @@ def check_placement(s: Settings) -> None:
         )
     if s.sampling.new_tokens_per_step is not None:
         raise s.refusal(
-            "{new_tokens_per_step} with {place}: unfinished completions stay with the ranks that save them, which train; "
-            "leave --place out, or give --staleness instead: completions then go on during the updates"
+            "{new_tokens_per_step} with {place}: unfinished completions stay with the ranks that save them, which "
+            "train; leave --place out, or give --staleness instead: completions then go on during the updates"
         )
 
 
