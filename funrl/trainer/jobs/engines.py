@@ -31,7 +31,7 @@ from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
-from funrl.rollout.vllm.client import vllm_client
+from funrl.rollout.vllm.client import RemoteCore, vllm_client
 from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm
 from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
@@ -128,7 +128,9 @@ def _make_vllm_client(job: Job, place: EnginePlace) -> Engine:
     mesh = place.mesh
     url = parts(engines.engine_url)[int(mesh.index(mesh.row_axes))]
     timeout_s = engines.engine_timeout or ENGINE_TIMEOUT_S
-    return vllm_client(url, place.model, mesh, job.dtype, options=_vllm_options(job, mesh), timeout_s=timeout_s)
+    engine = vllm_client(url, place.model, mesh, job.dtype, options=_vllm_options(job, mesh), timeout_s=timeout_s)
+    cast(RemoteCore, engine.core).note = place.note
+    return engine
 
 
 def _make_hf(job: Job, place: EnginePlace) -> Engine:

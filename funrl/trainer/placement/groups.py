@@ -513,6 +513,9 @@ class GroupGenerators:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
         sender = self.engine.sender
         sent = {}
+        if sender is not None and sender.remark:
+            self.show.note(sender.remark)
+            sender.remark = ""
         if sender is not None and sender.policy is not None:
             sent = {
                 "sync/sent_bytes": float(sender.policy.sent),

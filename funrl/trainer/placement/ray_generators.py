@@ -39,6 +39,7 @@ from funrl.loading import load_files, loaded_files
 from funrl.mesh.collectives import from_first, from_first_rank, gather_objects
 from funrl.mesh.launch import join_mesh
 from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.patches import LostPatches
 from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, Requests
 from funrl.mesh.text import text
 from funrl.processes.store import connect, keep_store, listen
@@ -71,7 +72,6 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch, rows_of
 
 REST_S = 0.02  # that the engine rests at most while there is nothing to do
-MOST_LOST = 2  # patches in a row that are of other weights than an engine's, after which it takes none
 FOLLOWER_S = 5.0  # in which a process that is gone is noticed
 
 _T = TypeVar("_T")
@@ -130,7 +130,7 @@ class GeneratorActor:
         self._opened = contextlib.ExitStack()  # workers of rewards and process groups; they end with this process
         self._orders: deque[LoadOrder] = deque()
         self._following: list[tuple[Any, Any]] = []  # actors of further devices, and what shows their end
-        self._lost = 0  # loads in a row whose patches were of other weights than the engine had
+        self._lost = LostPatches()
 
     async def describe(self) -> tuple[str, int]:
         """Make the engine, without weights. Returns: host and process, and groups that are written at once."""
@@ -230,13 +230,11 @@ class GeneratorActor:
             if engine.version == version:
                 continue
             buckets: dict[object, WeightBucket] = ray.get(self._exchange.take.remote((name, version)))
-            patched = self._lost < MOST_LOST and any(bucket.patches is not None for bucket in buckets.values())
+            patched = not self._lost.ended and any(bucket.patches is not None for bucket in buckets.values())
             base = {engine.version: held} if patched and (held := held_shards(engine)) else {}
             pulled[name], intact = pull_weights(ray, buckets.values(), self._engine.weights, base)
-            if base:
-                self._lost = 0 if intact else self._lost + 1
-            if not intact and self._lost == MOST_LOST:
-                self._notes.note(f"{MOST_LOST} patches of weights in a row were lost: this generator takes no more")
+            if base and (remark := self._lost.add(intact)):
+                self._notes.note(remark)
         return pulled
 
     def _load(self, pulled: Mapping[str, trees.Tree], versions: Mapping[str, int]) -> EngineDigests | None:
@@ -386,7 +384,7 @@ class RayGenerators(GroupGenerators, Requests):
         Requests.__init__(self, self.mesh)
         self.requests = engine.requests = self
         engine.held = lambda version: self._digests(version) is not None
-        self._put = engine
+        self._sender = engine
         self._ray = engine.ray
         self._exchange = engine.exchange
         self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
@@ -433,7 +431,7 @@ class RayGenerators(GroupGenerators, Requests):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and of weights that may be patched; see `GroupGenerators`."""
-        sent = self._put.sent
+        sent = self._sender.sent
         return super().metrics() | ({} if sent is None else {"sync/sent_bytes": float(sent)})
 
     def close(self) -> None:
