@@ -197,7 +197,7 @@ def pull_weights(
         name: torch.empty(shape(box), dtype=weight_dtype(name, spec.dtype), device=spec.mesh.device)
         for name, box in own.items()
     }
-    lacks = {name: volume(box) for name, box in own.items()}
+    lacking = sum(map(volume, own.values()))
     intact = True
     for bucket in buckets:
         if spec.mesh.rank not in bucket.ranks:
@@ -208,9 +208,9 @@ def pull_weights(
         for (name, box), part in zip(bucket.boxes, parts or ray.get(bucket.whole), strict=True):
             x = torch.from_numpy(part.copy()).view(out[name].dtype).reshape(shape(box))
             out[name][slices(box, own[name])] = x.to(spec.mesh.device)
-            lacks[name] -= volume(box)
-    if missing := [name for name, count in lacks.items() if count]:
-        raise ValueError(f"the trainer ranks have not put all of {', '.join(missing[:3])}")
+            lacking -= volume(box)
+    if lacking:
+        raise ValueError(f"the trainer ranks have not put all weights: {lacking:,} numbers are missing")
     return trees.from_named(spec.layouts, iter(out.items())), intact
 
 

@@ -240,11 +240,10 @@ class GeneratorLink:
                 raise SyncError(f"generators hold different weights of version {digests.version}")
             self.digests = digests or self.digests
             oldest = min([self._target, *(x.loading for x in self._generators.values() if x.loading is not None)])
-            kept = {number: versions for number, versions in self._releases.items() if number >= oldest}
-            needed = {topic for versions in kept.values() for topic in versions.items()}
-            topics = {topic for versions in self._releases.values() for topic in versions.items()}
+            past = [number for number in self._releases if number < oldest]
+            topics = {topic for number in past for topic in self._releases.pop(number).items()}
+            needed = {topic for versions in self._releases.values() for topic in versions.items()}
             self._exchange.drop.remote([*topics - needed])
-            self._releases = kept
 
         self._call(generator, generator.actor.load.remote(self._releases[release]), loaded)
 
