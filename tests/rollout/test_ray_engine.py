@@ -116,7 +116,7 @@ def test_each_weight_is_put_once_and_each_device_takes_its_own(sizes, wanted, st
         assert taken == trees.nbytes(tree)
     first, *missing = store.topics["", 4].values()
     spec = native_weights(MODEL, Mesh(sizes_of(tensor=wanted), first.ranks[0]), torch.float32)
-    with pytest.raises(ValueError, match="the trainer ranks have not put all weights: [0-9,]+ numbers"):
+    with pytest.raises(ValueError, match=r"the trainer ranks have not put all weights: [0-9,]+ numbers"):
         pull_weights(store, missing, spec, {})
 
 
