@@ -269,6 +269,7 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
             {"engine": "vllm_server", "engine_url": "http://127.0.0.1:1"},
             "--engine=vllm_server with --place=generate:ray1-4: Ray starts generators as it has devices",
         ),
+        ({"engine": "vllm", "place": "generate:ray2,tp2"}, "generators on Ray of several devices are native"),
         ({}, "--place=generate:ray1-4: ray is not installed; pip install 'funrl[ray]'"),
         ({"place": "generate:join"}, "write generate:ray1-8"),
         ({"place": "generate:ray"}, "'generate:ray' is not a number of generators"),

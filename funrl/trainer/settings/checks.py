@@ -334,6 +334,8 @@ def _check_ray(s: Settings) -> None:
         if abilities.whole_only:
             problem = "requests of a batch share their noise, and time decides which ones a generator has together"
         raise s.refusal("{engine} with {place}: {problem}; give another engine, or generate:2", problem=problem)
+    if s.devices.generators is not None and s.devices.generators.tensor > 1 and not abilities.own_steps:
+        raise s.refusal("{engine} with {place}: generators on Ray of several devices are native; leave ,tp out")
     if not s.estimate.dry_run and not is_installed("ray"):
         raise s.refusal("{place}: ray is not installed; pip install 'funrl[ray]'")
 
