@@ -242,7 +242,8 @@ class GeneratorActor:
         for name, tree in pulled.items():
             self._engines[name].load(self._engine.weights.named(tree), versions[name])
         self._serving.check([])  # it measures its free memory now, on all devices
-        return engine_digests(self._engine) if self._verifies else None
+        is_loaded = self._engine.version is not None  # models that do not change may come first
+        return engine_digests(self._engine) if self._verifies and is_loaded else None
 
     async def write(self, work: messages.GroupWork) -> DeliveredGroup:
         """Write and reward a group."""
