@@ -45,8 +45,8 @@ def audit_command(argv: Sequence[str]) -> int:
     for name in ("json", "output"):
         if given[name] is not None and not Path(given[name]).absolute().parent.is_dir():
             raise SettingsError(f"--{name}={given[name]}: its folder does not exist")
-    from funrl.environments.log_audit import audit_entry
-    from funrl.environments.log_files import read_logs
+    from funrl.serve.log_audit import audit_entry
+    from funrl.serve.log_files import read_logs
 
     template = _template(given["model"], given["chat_template"])
     audits = [audit_entry(entry, template) for entry in read_logs(file, template)]
@@ -92,8 +92,8 @@ def _lines(audit: Any) -> list[str]:
 def _trained_lines(trained: Any) -> list[str]:
     """A line for each library."""
     return [
-        f"  {name:<6}trains {x.trained} of {x.tokens} tokens in {x.rows} rows: {x.as_sampled} as sampled, {x.again} again,"
-        f" {x.other} others; {x.lost} sampled tokens are not trained as sampled"
+        f"  {name:<6}trains {x.trained} of {x.tokens} tokens in {x.rows} rows: {x.as_sampled} as sampled, "
+        f"{x.again} again, {x.other} others; {x.lost} sampled tokens are not trained as sampled"
         + (f"; refuses: {x.refused}" if x.refused else "")
         for name, x in trained.items()
     ]
@@ -101,7 +101,7 @@ def _trained_lines(trained: Any) -> list[str]:
 
 def _totals(audits: Sequence[Any]) -> list[str]:
     """Totals over all entries, in words."""
-    from funrl.environments.log_audit import Trained
+    from funrl.serve.log_audit import Trained
 
     sampled: dict[str, int] = {}
     for audit in audits:

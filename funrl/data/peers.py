@@ -5,8 +5,8 @@ Written for TRL 1.16 and verl 0.9.1, whose own results the tests compare.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funrl.data.conversations import ChatTemplate, Conversation, Text
@@ -34,7 +34,7 @@ def trl_completion(prompt: str, completion: str, template: ChatTemplate) -> Text
     end = str(tokenizer.eos_token or "")
     whole = prompt + completion if completion.endswith(end) else prompt + completion + end
     tokens = encode_text(tokenizer, whole, special=True)
-    same = len(os.path.commonprefix([encode_text(tokenizer, prompt, special=True), tokens]))
+    same = same_tokens(encode_text(tokenizer, prompt, special=True), tokens)
     return Text(tokens, [False] * same + [True] * (len(tokens) - same))
 
 
@@ -43,7 +43,7 @@ def verl_text(messages: Conversation, template: ChatTemplate) -> Text:
 
     Raises:
       TokenizerError: the template refuses a message alone.
-      DataError: the messages rendered together have other tokens, which verl refuses unless `ignore_input_ids_mismatch`.
+      DataError: the messages rendered together have other tokens: verl's check, off by `ignore_input_ids_mismatch`.
     """
     bare = template._replace(tools=())
     one = _rendered([_EMPTY], bare)  # most templates write a system message of their own before it
@@ -60,6 +60,11 @@ def verl_text(messages: Conversation, template: ChatTemplate) -> Text:
     if tokens != _rendered(messages, template):
         raise DataError("the messages rendered one by one have other tokens than the conversation")
     return Text(tokens, trained)
+
+
+def same_tokens(left: Sequence[int], right: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _alone(message: Mapping[str, Any], template: ChatTemplate) -> list[int]:

@@ -1,4 +1,4 @@
-"""`funrl.data.peers` has the trained tokens that TRL 1.16.0 and verl 0.9.1 themselves gave for the records of a file."""
+"""`funrl.data.peers` has the trained tokens that TRL 1.16.0 and verl 0.9.1 themselves gave for records of a file."""
 
 import pytest
 from chat_templates import TEMPLATES, tokenizer_of

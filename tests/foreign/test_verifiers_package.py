@@ -11,11 +11,11 @@ from small_chats import SETUP, engine_of, text
 
 import funrl
 from funrl.data.conversations import ChatTemplate
-from funrl.environments.log_audit import audit_entry
-from funrl.environments.log_files import read_logs
 from funrl.foreign import verifiers
 from funrl.foreign.load import named_environment
 from funrl.loading import LoadError
+from funrl.serve.log_audit import audit_entry
+from funrl.serve.log_files import read_logs
 from funrl.testing import check_environment
 
 vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed: .ci/setup_environments")

@@ -2,14 +2,15 @@
 
 import json
 
+import pytest
 from small_chats import SETUP, TOKENIZER, engine_of
 from small_servers import anthropic_client, needs_clients, openai_client, scripted, serve
 
 from funrl.data.conversations import ChatTemplate
-from funrl.environments.log_audit import audit_entry
-from funrl.environments.log_files import read_logs
+from funrl.serve.log_audit import audit_entry
+from funrl.serve.log_files import read_logs
 
-pytestmark = needs_clients
+pytestmark = [needs_clients, pytest.mark.slow]
 TEMPLATE = ChatTemplate(TOKENIZER)
 HELLO = {"role": "user", "content": "hello"}
 

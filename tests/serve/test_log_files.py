@@ -9,12 +9,12 @@ from small_chats import SETUP, TOKENIZER, engine_of, examples_of
 
 from funrl.data.conversations import ChatTemplate, conversation_texts
 from funrl.data.json_lines import DataError
-from funrl.environments.log_audit import audit_entry
-from funrl.environments.log_files import read_logs
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episodes import Episode
+from funrl.serve.log_audit import audit_entry
+from funrl.serve.log_files import read_logs
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 
 LOGS = Path(__file__).parent / "logs"
@@ -152,5 +152,3 @@ def test_what_is_no_log_is_refused_with_its_line(tmp_path, record, problem):
     with pytest.raises(DataError, match=r"line 2: ") as caught:
         audits(tmp_path, [{"messages": [user("x"), assistant("y")]}, record])
     assert problem in str(caught.value)
-
-

@@ -23,13 +23,13 @@ from funrl.data.conversations import ChatTemplate, Text, completed_text, convers
 from funrl.data.json_lines import DataError
 from funrl.data.messages import TRAIN_FIELD, are_messages, normal_message, normal_messages, normal_tools, shown
 from funrl.data.records import read_records
+from funrl.environments.agents import POLICY
 from funrl.rollout.episode_records import from_record, record_from_json
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.serve.asks import Body
 from funrl.serve.messages import read_messages
 
-AGENT = "policy"
-UNKNOWN = "unknown weights"
+UNKNOWN_WEIGHTS = "unknown weights"
 _ASKED = {"role": "user", "content": "?"}
 
 
@@ -123,7 +123,8 @@ def _entries(source: str, record: Any, template: ChatTemplate, calls: list[Logge
 def verifiers_entry(source: str, trace: Mapping[str, Any], template: ChatTemplate) -> LogEntry:
     """A trace of verifiers, whose graph has each message once, with its tokens if a trainer's client has asked."""
     form = f"verifiers {trace['verifiers']['version']}"
-    models = {call["node"]: str(call.get("model") or UNKNOWN) for call in trace["calls"] if call.get("node") is not None}
+    named = (call for call in trace["calls"] if call.get("node") is not None)
+    models = {call["node"]: str(call.get("model") or UNKNOWN_WEIGHTS) for call in named}
     entries, weights = trace["nodes"], {}
     last: list[Node | None] = []
     parents = [entry.get("parent") for entry in entries]
@@ -138,7 +139,7 @@ def verifiers_entry(source: str, trace: Mapping[str, Any], template: ChatTemplat
             if span:
                 node = Node(node, span, sampled, messages=message if sampled == entry["sampled"] else ())
         if node is not None and entry["sampled"]:
-            weights[node] = models.get(number, UNKNOWN)
+            weights[node] = models.get(number, UNKNOWN_WEIGHTS)
         last.append(node)
     tips = [node for number, node in enumerate(last) if number not in parents]
     name = str(trace["agent"]["name"])
@@ -160,14 +161,14 @@ def _relayed(
                 place = trace["nodes"][place].get("parent")
             *messages, reply = path[::-1]
             tools = normal_tools(trace.get("tools") or ())
-            calls.append(LoggedCall(source, form, messages, reply, tools, models.get(number, UNKNOWN)))
+            calls.append(LoggedCall(source, form, messages, reply, tools, models.get(number, UNKNOWN_WEIGHTS)))
     (entry,) = grouped_calls(calls, template, together=True)
     return entry
 
 
 def api_calls(source: str, request: Mapping[str, Any], response: Mapping[str, Any]) -> list[LoggedCall]:
     """The calls of a request and its response, one for each choice. Raises: DataError."""
-    weights = str(response.get("model") or UNKNOWN)
+    weights = str(response.get("model") or UNKNOWN_WEIGHTS)
     if response.get("type") == "message":
         asked = {name: request[name] for name in ("system", "messages", "tools") if request.get(name)}
         ask = read_messages(Body({"max_tokens": 1} | asked))
@@ -239,7 +240,7 @@ def _conversation(calls: Sequence[LoggedCall], template: ChatTemplate) -> LogEnt
         leaf = Node(node, tokens, sampled=True, messages=[call.reply])
         paths[leaf] = ([*prompt, *tokens], len(messages) + 1)
         weights[leaf] = call.weights
-    ends = [Trajectory(AGENT, leaf, calls[0].tools) for leaf in paths]
+    ends = [Trajectory(POLICY, leaf, calls[0].tools) for leaf in paths]
     logged = all(call.prompt and call.tokens for call in calls)
     return LogEntry(calls[0].source, calls[0].form, Episode(ends, {}), weights, logged)
 
@@ -255,10 +256,10 @@ def _completion_entry(
         ids, text = encode_prompt(template.tokenizer, str(prompt))
         row = completed_text(ids, "completion", completion, template.tokenizer, before=text)
         entry = _text_entry(source, form, [row])._replace(texts=(str(prompt), completion))
-    remarks = ("verl leaves special tokens out of this file: where turns begin and end is not known",) * (form == "verl")
-    label = UNKNOWN if step is None else f"step {step}"
+    remark = "verl leaves special tokens out of this file: where turns begin and end is not known"
+    label = UNKNOWN_WEIGHTS if step is None else f"step {step}"
     weights = {end.leaf: label for end in entry.episode.ends}
-    return entry._replace(weights=weights, remarks=remarks)
+    return entry._replace(weights=weights, remarks=(remark,) if form == "verl" else ())
 
 
 def _text_entry(
@@ -276,9 +277,9 @@ def _text_entry(
             node = Node(node, [token for _, token in group], sampled, messages=own)
             seen = turn + 1
             if sampled:
-                weights[node] = UNKNOWN
+                weights[node] = UNKNOWN_WEIGHTS
         if node is not None:
-            ends.append(Trajectory(AGENT, node, tools))
+            ends.append(Trajectory(POLICY, node, tools))
     return LogEntry(source, form, Episode(ends, {}), weights, logged=False)
 
 

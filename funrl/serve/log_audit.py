@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from funrl.data.conversations import ChatTemplate, Text
 from funrl.data.json_lines import DataError
-from funrl.data.peers import trl_completion, trl_text, verl_text
+from funrl.data.peers import same_tokens, trl_completion, trl_text, verl_text
 from funrl.data.tokenizer import TokenizerError
-from funrl.environments.log_files import UNKNOWN, LogEntry
 from funrl.environments.row_paths import paths_of
 from funrl.rollout.episodes import Message, Node, Trajectory
+from funrl.serve.log_files import UNKNOWN_WEIGHTS, LogEntry
 
 
 class Trained(NamedTuple):
@@ -80,7 +80,7 @@ def audit_entry(entry: LogEntry, template: ChatTemplate) -> Audit:
         if node.sampled and node.versions is not None:
             sampled.update(f"version {version}" for version in node.versions.tolist())
         elif node.sampled:
-            sampled[entry.weights.get(node, UNKNOWN)] += len(node.tokens)
+            sampled[entry.weights.get(node, UNKNOWN_WEIGHTS)] += len(node.tokens)
     tokens = sum(len(node.tokens) for node in nodes)
     by_template = sum(_template_tokens(node, template) for node in nodes if not node.sampled)
     paths = paths_of(entry.episode)
@@ -137,8 +137,7 @@ def _template_tokens(node: Node, template: ChatTemplate) -> int:
     """Tokens of a context node without a character of its messages' words."""
     if node.parent is None and not node.messages:
         return 0  # a raw prompt
-    decode: Callable[[Sequence[int]], str] = template.tokenizer.decode
-    pieces = [decode([token]) for token in node.tokens]
+    pieces = [template.tokenizer.decode([token]) for token in node.tokens]
     text = "".join(pieces)
     borders = [0, *itertools.accumulate(map(len, pieces))]
     written = bytearray(len(text))
@@ -200,7 +199,7 @@ def _compared(texts: Sequence[Text], paths: Sequence[Text], owners: Sequence[Seq
     seen: set[tuple[Node, int]] = set()
     exact = 0
     for text in texts:
-        closeness = ((_same(text.tokens, path.tokens), number) for number, path in enumerate(paths))
+        closeness = ((same_tokens(text.tokens, path.tokens), number) for number, path in enumerate(paths))
         shared, closest = max(closeness, default=(0, 0))
         own = [owners[closest][t] for t in range(shared) if text.trained[t] and owners[closest][t] in sampled]
         exact += len(own)
@@ -215,8 +214,3 @@ def _compared(texts: Sequence[Text], paths: Sequence[Text], owners: Sequence[Seq
         other=trained - exact,
         lost=len(sampled) - len(seen),
     )
-
-
-def _same(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
