@@ -49,7 +49,10 @@ def audit_command(argv: Sequence[str]) -> int:
     from funrl.serve.log_files import read_logs
 
     template = _template(given["model"], given["chat_template"])
-    audits = [audit_entry(entry, template) for entry in read_logs(file, template)]
+    audits: list[Any] = []
+    for entry in read_logs(file, template):
+        audit = audit_entry(entry, template)
+        audits.append(audit if len(audits) < given["count"] else audit.without_tokens())
     if not audits:
         raise SettingsError(f"{file}: it has no entries with tokens")
     for audit in audits[: given["count"]]:
@@ -83,7 +86,7 @@ def _lines(audit: Any) -> list[str]:
     """An audit in words."""
     entry = audit.entry
     ids = "token ids of the file" if entry.logged else "no token ids in the file: its words are tokenized"
-    lines = [f"{entry.source}: {entry.form}, {audit.paths} paths, {audit.tokens} tokens ({ids})"]
+    lines = [f"{entry.source}: {entry.form}, paths {audit.paths}, tokens {audit.tokens} ({ids})"]
     weights = ", ".join(f"{count} by {name}" for name, count in audit.sampled.items())
     lines.append(f"  sampled {sum(audit.sampled.values())} ({weights}); template {audit.template}; given {audit.given}")
     return [*lines, *(f"  {text}" for text in (*entry.remarks, *audit.rewrites)), *_trained_lines(audit.trained)]
@@ -92,8 +95,8 @@ def _lines(audit: Any) -> list[str]:
 def _trained_lines(trained: Any) -> list[str]:
     """A line for each library."""
     return [
-        f"  {name:<6}trains {x.trained} of {x.tokens} tokens in {x.rows} rows: {x.as_sampled} as sampled, "
-        f"{x.again} again, {x.other} others; {x.lost} sampled tokens are not trained as sampled"
+        f"  {name:<6}rows {x.rows}, tokens {x.tokens}, trained {x.trained}: {x.as_sampled} as sampled, {x.again} again, "
+        f"{x.other} others; sampled tokens that are not trained as sampled: {x.lost}"
         + (f"; refuses: {x.refused}" if x.refused else "")
         for name, x in trained.items()
     ]
@@ -109,7 +112,7 @@ def _totals(audits: Sequence[Any]) -> list[str]:
             sampled[name] = sampled.get(name, 0) + count
     shown = ", ".join(f"{count:,} by {name}" for name, count in sampled.items())
     rewrites = sum(len(audit.rewrites) for audit in audits)
-    lines = [f"{len(audits)} entries: sampled {sum(sampled.values()):,} ({shown}); {rewrites} histories rewritten"]
+    lines = [f"entries {len(audits)}: sampled {sum(sampled.values()):,} ({shown}); rewritten histories {rewrites}"]
     trained = {}
     for name in audits[0].trained:
         numbers = zip(*(audit.trained[name][:-1] for audit in audits), strict=True)

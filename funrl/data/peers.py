@@ -5,7 +5,6 @@ Written for TRL 1.16 and verl 0.9.1, whose own results the tests compare.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,8 +62,15 @@ def verl_text(messages: Conversation, template: ChatTemplate) -> Text:
 
 
 def same_tokens(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    """Number of tokens with which both begin, by bisection: slices are compared fast."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _alone(message: Mapping[str, Any], template: ChatTemplate) -> list[int]:

@@ -13,7 +13,7 @@ from funrl.data.json_lines import DataError
 from funrl.data.peers import same_tokens, trl_completion, trl_text, verl_text
 from funrl.data.tokenizer import TokenizerError
 from funrl.environments.row_paths import paths_of
-from funrl.rollout.episodes import Message, Node, Trajectory
+from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.serve.log_files import UNKNOWN_WEIGHTS, LogEntry
 
 
@@ -63,6 +63,10 @@ class Audit(NamedTuple):
     given: int
     rewrites: Sequence[str]
     trained: Mapping[str, Trained]
+
+    def without_tokens(self) -> Audit:
+        """The numbers alone, so that a long log does not stay in memory."""
+        return self._replace(entry=self.entry._replace(episode=Episode([], {}), weights={}, texts=None))
 
     def as_json(self) -> dict[str, Any]:
         """Values for a file; see `Audit` and `Trained` for their meaning."""

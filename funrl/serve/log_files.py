@@ -195,7 +195,7 @@ def api_calls(source: str, request: Mapping[str, Any], response: Mapping[str, An
 
 
 def grouped_calls(calls: Sequence[LoggedCall], template: ChatTemplate, together: bool = False) -> list[LogEntry]:
-    """Calls as conversations: a call belongs to the newest whose replies its history has, or whose opening it has.
+    """Calls as conversations: a call goes on from the newest call that it repeats, or rewrites what began as it does.
 
     Args:
       together: whether they are one conversation.
@@ -205,7 +205,7 @@ def grouped_calls(calls: Sequence[LoggedCall], template: ChatTemplate, together:
     """
     groups: list[list[LoggedCall]] = []
     for call in calls:
-        group = next((group for group in reversed(groups) if together or _continues(call, group)), None)
+        group = groups[-1] if together and groups else _group_of(call, groups)
         if group is None:
             groups.append([call])
         else:
@@ -213,12 +213,26 @@ def grouped_calls(calls: Sequence[LoggedCall], template: ChatTemplate, together:
     return [_conversation(group, template) for group in groups]
 
 
-def _continues(call: LoggedCall, group: Sequence[LoggedCall]) -> bool:
-    """True if a call's history has a reply of a conversation, or turns of the assistant after the same opening."""
+def _group_of(call: LoggedCall, groups: Sequence[list[LoggedCall]]) -> list[LoggedCall] | None:
+    """The conversation of a call; None: it begins one, as no turn of the assistant is before it."""
     if not any(message["role"] == "assistant" for message in call.messages):
-        return False
-    opening = [message for message in group[0].messages if message["role"] != "assistant"][:2]
-    return any(earlier.reply in call.messages for earlier in group) or list(call.messages[: len(opening)]) == opening
+        return None
+    for belongs in (_goes_on, _begins_alike):
+        group = next((group for group in reversed(groups) if belongs(call, group)), None)
+        if group is not None:
+            return group
+    return None
+
+
+def _goes_on(call: LoggedCall, group: Sequence[LoggedCall]) -> bool:
+    """True if a call's history begins with an earlier call and its reply."""
+    return any([*call.messages[: len(x.messages) + 1]] == [*x.messages, x.reply] for x in group)
+
+
+def _begins_alike(call: LoggedCall, group: Sequence[LoggedCall]) -> bool:
+    """True if what was said before the first turn of the assistant is the same."""
+    first = next(n for n, message in enumerate(call.messages) if message["role"] == "assistant")
+    return [*call.messages[:first]] == [*group[0].messages[:first]]
 
 
 def _conversation(calls: Sequence[LoggedCall], template: ChatTemplate) -> LogEntry:

@@ -34,9 +34,9 @@ def test_entries_totals_numbers_and_the_page(audit, tmp_path):
     assert (status, err) == (0, "")
     assert out.count("log.jsonl, line") == 1
     assert "sampled 3 (3 by unknown weights); template 3; given 2" in out  # "ho" and its end; two marks and "<|end|>"
-    assert "2 entries: sampled 6 (6 by unknown weights); 0 histories rewritten" in out
-    assert "funrl trains 6 of 16 tokens in 2 rows: 6 as sampled, 0 again, 0 others; 0 sampled tokens" in out
-    assert "TRL   trains 14 of 16 tokens in 2 rows: 6 as sampled, 0 again, 8 others; 0 sampled tokens" in out
+    assert "entries 2: sampled 6 (6 by unknown weights); rewritten histories 0" in out
+    assert "funrl rows 2, tokens 16, trained 6: 6 as sampled, 0 again, 0 others; sampled tokens that are not" in out
+    assert "TRL   rows 2, tokens 16, trained 14: 6 as sampled, 0 again, 8 others; sampled tokens that are not" in out
     first, second = json.loads((tmp_path / "a.json").read_text())
     assert first["token_ids"] == "rendered" and second["source"] == "log.jsonl, line 2"
     assert first["sampled"] == {"unknown weights": 3} and first["trained"]["verl"]["as_sampled"] == 3

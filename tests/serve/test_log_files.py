@@ -117,6 +117,14 @@ def test_histories_that_a_template_renders_anew_are_found(tmp_path):
     assert trl.other > 0 and "other tokens than the conversation" in audit.trained["verl"].refused
 
 
+def test_conversations_that_begin_alike_are_told_apart_by_their_replies(tmp_path):
+    calls = [call(assistant(reply), user("q"), model=reply) for reply in "ab"]
+    calls += [call(assistant("d"), user("q"), assistant(reply), user("w"), model=reply) for reply in "ab"]
+    first, second = audits(tmp_path, calls)
+    assert (first.sampled, second.sampled) == ({"a": 4}, {"b": 4})
+    assert first.paths == second.paths == 1 and not first.rewrites and not second.rewrites
+
+
 def test_choices_of_a_call_and_other_openings_are_apart(tmp_path):
     two = call(assistant("a"), user("q"))
     two["response"]["choices"].append({"message": assistant("b")})
