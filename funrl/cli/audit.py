@@ -9,21 +9,29 @@ Of the model its tokenizer is read, with its chat template.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from funrl.cli.line import read_words
 from funrl.cli.usages import COMMANDS
+from funrl.data.conversations import ChatTemplate, Text
 from funrl.data.records import source_problem
-from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
+from funrl.data.tokenizer import load_tokenizer
+from funrl.environments.row_paths import paths_of
+from funrl.serve.log_audit import Audit, Trained, audit_entry
+from funrl.serve.log_files import read_logs
+from funrl.track.report.record_page import ShownRecord, ShownRow, text_pieces, write_records
+from funrl.trainer.checkpoints.stored_models import find_stored_model
+from funrl.trainer.settings.declaration import Bound, Flag, SettingsError, at_least, refusing
 
+NEW_FILE = Bound("in a folder that exists", lambda x: Path(x).absolute().parent.is_dir())
 AUDIT_FLAGS = (
     Flag("model", None, str, optional=True, text="directory or name of the model whose tokenizer and template is used"),
     Flag("chat_template", None, str, optional=True, text="file of another chat template"),
     Flag("count", 3, int, optional=False, text="entries to print and show, the first ones", bounds=(at_least(0),)),
-    Flag("json", None, str, optional=True, text="file to write, with the numbers of all entries"),
-    Flag("output", None, str, optional=True, text="page to write, such as audit.html"),
+    Flag("json", None, str, optional=True, text="file to write, with all numbers", bounds=(NEW_FILE,)),
+    Flag("output", None, str, optional=True, text="page to write, such as audit.html", bounds=(NEW_FILE,)),
 )
 
 
@@ -42,98 +50,74 @@ def audit_command(argv: Sequence[str]) -> int:
         raise SettingsError(f"{file}: {problem}")
     if given["model"] is None:
         raise SettingsError("give --model, a directory or a name: its tokenizer and chat template read the log")
-    for name in ("json", "output"):
-        if given[name] is not None and not Path(given[name]).absolute().parent.is_dir():
-            raise SettingsError(f"--{name}={given[name]}: its folder does not exist")
-    from funrl.serve.log_audit import audit_entry
-    from funrl.serve.log_files import read_logs
-
-    template = _template(given["model"], given["chat_template"])
-    audits: list[Any] = []
+    template = ChatTemplate(load_tokenizer(find_stored_model(given["model"]).directory))
+    if given["chat_template"] is not None:
+        with refusing(f"--chat_template={given['chat_template']}: ", OSError):
+            template.tokenizer.chat_template = Path(given["chat_template"]).read_text()
+    audits: list[Audit] = []
+    records: list[ShownRecord] = []
     for entry in read_logs(file, template):
         audit = audit_entry(entry, template)
-        audits.append(audit if len(audits) < given["count"] else audit.without_tokens())
+        if len(audits) < given["count"]:
+            print("\n".join([*audit_lines(audit), ""]))
+            records.append(_shown(audit, template))
+        audits.append(audit.without_tokens())
     if not audits:
         raise SettingsError(f"{file}: it has no entries with tokens")
-    for audit in audits[: given["count"]]:
-        print("\n".join([*_lines(audit), ""]))
-    totals = _totals(audits)
+    totals = total_lines(audits)
     print("\n".join(totals))
     if given["json"] is not None:
         Path(given["json"]).write_text(json.dumps([audit.as_json() for audit in audits], indent=1) + "\n")
         print(f"numbers in {given['json']}")
     if given["output"] is not None:
-        _write_page(audits[: given["count"]], template.tokenizer, f"funrl audit {file}", totals, given["output"])
+        write_records([ShownRecord("All entries", "", [], totals), *records], f"funrl audit {file}", given["output"])
         print(f"open {given['output']}")
     return 0
 
 
-def _template(model: str, file: str | None) -> Any:
-    """The chat template of a model. Raises: SettingsError, it cannot be read."""
-    from funrl.data.conversations import ChatTemplate
-    from funrl.data.tokenizer import load_tokenizer
-    from funrl.trainer.checkpoints.stored_models import find_stored_model
-    from funrl.trainer.settings.declaration import refusing
-
-    tokenizer = load_tokenizer(find_stored_model(model).directory)
-    if file is not None:
-        with refusing(f"--chat_template={file}: ", OSError):
-            tokenizer.chat_template = Path(file).read_text()
-    return ChatTemplate(tokenizer)
-
-
-def _lines(audit: Any) -> list[str]:
+def audit_lines(audit: Audit) -> list[str]:
     """An audit in words."""
     entry = audit.entry
     ids = "token ids of the file" if entry.logged else "no token ids in the file: its words are tokenized"
     lines = [f"{entry.source}: {entry.form}, paths {audit.paths}, tokens {audit.tokens} ({ids})"]
-    weights = ", ".join(f"{count} by {name}" for name, count in audit.sampled.items())
-    lines.append(f"  sampled {sum(audit.sampled.values())} ({weights}); template {audit.template}; given {audit.given}")
+    lines.append(f"  {_sampled_text(audit.sampled)}; template {audit.template}; given {audit.given}")
     return [*lines, *(f"  {text}" for text in (*entry.remarks, *audit.rewrites)), *_trained_lines(audit.trained)]
 
 
-def _trained_lines(trained: Any) -> list[str]:
-    """A line for each library."""
-    return [
-        f"  {name:<6}rows {x.rows}, tokens {x.tokens}, trained {x.trained}: {x.as_sampled} as sampled, {x.again} again, "
-        f"{x.other} others; sampled tokens that are not trained as sampled: {x.lost}"
-        + (f"; refuses: {x.refused}" if x.refused else "")
-        for name, x in trained.items()
-    ]
-
-
-def _totals(audits: Sequence[Any]) -> list[str]:
-    """Totals over all entries, in words."""
-    from funrl.serve.log_audit import Trained
-
-    sampled: dict[str, int] = {}
-    for audit in audits:
-        for name, count in audit.sampled.items():
-            sampled[name] = sampled.get(name, 0) + count
-    shown = ", ".join(f"{count:,} by {name}" for name, count in sampled.items())
+def total_lines(audits: Sequence[Audit]) -> list[str]:
+    """Totals over audits in words."""
+    sampled = sum((Counter(audit.sampled) for audit in audits), Counter[str]())
     rewrites = sum(len(audit.rewrites) for audit in audits)
-    lines = [f"entries {len(audits)}: sampled {sum(sampled.values()):,} ({shown}); rewritten histories {rewrites}"]
     trained = {}
     for name in audits[0].trained:
         numbers = zip(*(audit.trained[name][:-1] for audit in audits), strict=True)
         refused = sum(bool(audit.trained[name].refused) for audit in audits)
         trained[name] = Trained(*map(sum, numbers), refused=f"something of {refused} entries" if refused else "")
-    return [*lines, *_trained_lines(trained)]
+    head = f"entries {len(audits)}: {_sampled_text(sampled)}; rewritten histories {rewrites}"
+    return [head, *_trained_lines(trained)]
 
 
-def _write_page(audits: Sequence[Any], tokenizer: Any, title: str, totals: Sequence[str], to: str) -> None:
-    """Write a page that shows the paths of entries, with the tokens that were sampled."""
-    from funrl.data.conversations import Text
-    from funrl.environments.row_paths import paths_of
-    from funrl.track.report.record_page import ShownRecord, ShownRow, text_pieces, write_records
+def _sampled_text(sampled: Mapping[str, int]) -> str:
+    weights = ", ".join(f"{count:,} by {name}" for name, count in sampled.items())
+    return f"sampled {sum(sampled.values()):,} ({weights})"
 
-    records = [ShownRecord("All entries", "", [], totals)]
-    for audit in audits:
-        head, *rest = _lines(audit)
-        rows = []
-        for number, path in enumerate(paths_of(audit.entry.episode), 1):
-            tokens = [token for node in path.nodes for token in node.tokens]
-            sampled = [node.sampled for node in path.nodes for _ in node.tokens]
-            rows.append(ShownRow(f"path {number}", text_pieces(Text(tokens, sampled), tokenizer)))
-        records.append(ShownRecord(audit.entry.source, head.partition(": ")[2], rows, [text.strip() for text in rest]))
-    write_records(records, title, to)
+
+def _trained_lines(trained: Mapping[str, Trained]) -> list[str]:
+    """A line for each library."""
+    return [
+        f"  {name:<6}rows {x.rows}, tokens {x.tokens}, trained {x.trained}: {x.as_sampled} as sampled, {x.again} again,"
+        f" {x.other} others; sampled tokens that are not trained as sampled: {x.lost}"
+        + (f"; refuses: {x.refused}" if x.refused else "")
+        for name, x in trained.items()
+    ]
+
+
+def _shown(audit: Audit, template: ChatTemplate) -> ShownRecord:
+    """The paths of an entry for the page, with the tokens that were sampled."""
+    head, *rest = audit_lines(audit)
+    rows = []
+    for number, path in enumerate(paths_of(audit.entry.episode), 1):
+        sampled = [node.sampled for node in path.nodes for _ in node.tokens]
+        text = Text([token for node in path.nodes for token in node.tokens], sampled)
+        rows.append(ShownRow(f"path {number}", text_pieces(text, template.tokenizer)))
+    return ShownRecord(audit.entry.source, head.partition(": ")[2], rows, [text.strip() for text in rest])

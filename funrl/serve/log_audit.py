@@ -16,6 +16,9 @@ from funrl.environments.row_paths import paths_of
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.serve.log_files import UNKNOWN_WEIGHTS, LogEntry
 
+UNFINISHED = "\ufffd"  # decoded from a part of a character
+LONGEST_CHARACTER = 4  # bytes, of which each may be a token
+
 
 class Trained(NamedTuple):
     """What a trainer would train of an entry.
@@ -141,9 +144,16 @@ def _template_tokens(node: Node, template: ChatTemplate) -> int:
     """Tokens of a context node without a character of its messages' words."""
     if node.parent is None and not node.messages:
         return 0  # a raw prompt
-    pieces = [template.tokenizer.decode([token]) for token in node.tokens]
+    groups: list[list[int]] = [[]]  # tokens that make whole characters
+    pieces = []
+    for token in node.tokens:
+        groups[-1].append(token)
+        text = template.tokenizer.decode(groups[-1])
+        if not text.endswith(UNFINISHED) or len(groups[-1]) == LONGEST_CHARACTER:
+            pieces.append("".join(text.split()))  # tokenizers decode blanks at a border differently
+            groups.append([])
     text = "".join(pieces)
-    borders = [0, *itertools.accumulate(map(len, pieces))]
+    borders = [0, *itertools.accumulate(map(len, pieces)), len(text)]
     written = bytearray(len(text))
     begin = 0
     for words in (words for message in node.messages for words in _words(message)):
@@ -151,16 +161,17 @@ def _template_tokens(node: Node, template: ChatTemplate) -> int:
         if place >= 0:
             begin = place + len(words)
             written[place:begin] = b"\1" * len(words)
-    return sum(not any(written[left:right]) for left, right in itertools.pairwise(borders))
+    inside = [any(written[x:y]) or written[x - 1 : x + 1] == b"\1\1" for x, y in itertools.pairwise(borders)]
+    return sum(len(group) for group, is_inside in zip(groups, inside, strict=True) if not is_inside)
 
 
 def _words(message: Message) -> list[str]:
-    """What a message says, without surrounding white space, which templates strip; parts of calls one by one."""
+    """What a message says, without white space; parts of calls one by one."""
     texts = [message.get("reasoning_content"), message.get("content")]
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
         texts += [call["function"]["name"], *(re.findall(r"[^\s{}\[\]\":,]+", str(arguments)))]
-    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+    return ["".join(text.split()) for text in texts if isinstance(text, str) and text.strip()]
 
 
 def _trained(entry: LogEntry, template: ChatTemplate) -> dict[str, Trained]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.conversations import ChatTemplate, Text, completed_text, conversation_texts, encode_prompt
+from funrl.data.conversations import ChatTemplate, completed_text, conversation_texts, encode_prompt
 from funrl.data.json_lines import DataError
 from funrl.data.messages import TRAIN_FIELD, are_messages, normal_message, normal_messages, normal_tools, shown
 from funrl.data.records import read_records
@@ -30,6 +30,11 @@ from funrl.serve.asks import Body
 from funrl.serve.messages import read_messages
 
 UNKNOWN_WEIGHTS = "unknown weights"
+FORMS = (("conversation", "messages", ""), ("verl", "input", "output"), ("samples", "prompt", "completion"))  # of words
+REMARKS = {
+    "conversation": ("the file does not say whether a model wrote the assistant's words",),
+    "verl": ("verl leaves special tokens out of this file: where turns begin and end is not known",),
+}
 _ASKED = {"role": "user", "content": "?"}
 
 
@@ -108,15 +113,9 @@ def _entries(source: str, record: Any, template: ChatTemplate, calls: list[Logge
     if "request" in record and "response" in record:
         calls += api_calls(source, record["request"], record["response"])
         return []
-    if are_messages(record.get("messages")):
-        messages = normal_messages(record["messages"])
-        own = template._replace(tools=normal_tools(record.get("tools") or ()))
-        rows = conversation_texts(messages, own)
-        entry = _text_entry(source, "conversation", rows, messages=messages, tools=own.tools)
-        return [entry._replace(remarks=("the file does not say whether a model wrote the assistant's words",))]
-    for form, prompt, completion in (("verl", "input", "output"), ("samples", "prompt", "completion")):
-        if isinstance(record.get(completion), str) and prompt in record:
-            return [_completion_entry(source, form, record[prompt], record[completion], template, record.get("step"))]
+    for form, prompt, completion in FORMS:
+        if prompt in record and (not completion or isinstance(record.get(completion), str)):
+            return [_text_entry(source, form, record, (record[prompt], record.get(completion)), template)]
     raise DataError(f"a record with {', '.join(map(str, record))} is of no known log; docs/data.md lists the forms")
 
 
@@ -152,16 +151,14 @@ def _relayed(
     source: str, form: str, trace: Mapping[str, Any], models: Mapping[int, str], template: ChatTemplate
 ) -> LogEntry:
     """A trace without tokens: each reply is a call after the messages before it."""
+    tools = normal_tools(trace.get("tools") or ())
+    said: list[list[Message]] = []
     calls = []
-    for number, entry in enumerate(trace["nodes"]):
-        if entry["sampled"]:
-            path, place = [], number
-            while place is not None:
-                path.append(normal_message(_plain(trace["nodes"][place]["message"])))
-                place = trace["nodes"][place].get("parent")
-            *messages, reply = path[::-1]
-            tools = normal_tools(trace.get("tools") or ())
-            calls.append(LoggedCall(source, form, messages, reply, tools, models.get(number, UNKNOWN_WEIGHTS)))
+    for number, node in enumerate(trace["nodes"]):
+        before = [] if node.get("parent") is None else said[node["parent"]]
+        said.append([*before, normal_message(_plain(node["message"]))])
+        if node["sampled"]:
+            calls.append(LoggedCall(source, form, before, said[-1][-1], tools, models.get(number, UNKNOWN_WEIGHTS)))
     (entry,) = grouped_calls(calls, template, together=True)
     return entry
 
@@ -259,27 +256,25 @@ def _conversation(calls: Sequence[LoggedCall], template: ChatTemplate) -> LogEnt
     return LogEntry(calls[0].source, calls[0].form, Episode(ends, {}), weights, logged)
 
 
-def _completion_entry(
-    source: str, form: str, prompt: Any, completion: str, template: ChatTemplate, step: Any
+def _text_entry(
+    source: str, form: str, record: Mapping[str, Any], given: tuple[Any, Any], template: ChatTemplate
 ) -> LogEntry:
-    """A prompt, text or messages, and the text that completes it."""
+    """A record of words whose origin it does not say: what is trained of it counts as sampled.
+
+    Args:
+      given: prompt or conversation, as text or messages, and the text that completes it.
+    """
+    prompt, completion = given
+    messages: list[Message] = []
+    tools = normal_tools(record.get("tools") or ())
     if are_messages(prompt):
-        call = LoggedCall(source, form, normal_messages(prompt), {"role": "assistant", "content": completion}, (), "")
-        (entry,) = grouped_calls([call], template)
+        messages = [*normal_messages(prompt)]
+        first = len(messages) if completion is not None else 0
+        messages += [{"role": "assistant", "content": completion}] if completion is not None else []
+        rows = conversation_texts(messages, template._replace(tools=tools), first)
     else:
         ids, text = encode_prompt(template.tokenizer, str(prompt))
-        row = completed_text(ids, "completion", completion, template.tokenizer, before=text)
-        entry = _text_entry(source, form, [row])._replace(texts=(str(prompt), completion))
-    remark = "verl leaves special tokens out of this file: where turns begin and end is not known"
-    label = UNKNOWN_WEIGHTS if step is None else f"step {step}"
-    weights = {end.leaf: label for end in entry.episode.ends}
-    return entry._replace(weights=weights, remarks=(remark,) if form == "verl" else ())
-
-
-def _text_entry(
-    source: str, form: str, rows: Sequence[Text], messages: Sequence[Message] = (), tools: Sequence[Any] = ()
-) -> LogEntry:
-    """Rows of a conversation of unknown origin: what is trained counts as sampled."""
+        rows = [completed_text(ids, "completion", str(completion), template.tokenizer, before=text)]
     ends, weights = [], {}
     turns = (n for n, x in enumerate(messages) if x["role"] == "assistant" and x.get(TRAIN_FIELD) is not False)
     for row in rows:
@@ -287,23 +282,18 @@ def _text_entry(
         seen = turn = 0  # messages
         for sampled, group in itertools.groupby(zip(row.trained, row.tokens, strict=True), key=lambda pair: pair[0]):
             turn = turn if sampled else next(turns, 0)
-            own = messages[turn : turn + 1] if sampled else messages[seen:turn]
-            node = Node(node, [token for _, token in group], sampled, messages=own)
+            said = messages[turn : turn + 1] if sampled else messages[seen:turn]
+            node = Node(node, [token for _, token in group], sampled, messages=said)
             seen = turn + 1
             if sampled:
-                weights[node] = UNKNOWN_WEIGHTS
-        if node is not None:
-            ends.append(Trajectory(POLICY, node, tools))
-    return LogEntry(source, form, Episode(ends, {}), weights, logged=False)
+                weights[node] = f"step {record['step']}" if "step" in record else UNKNOWN_WEIGHTS
+        ends += [Trajectory(POLICY, node, tools)] if node is not None else []
+    texts = None if messages else (str(prompt), str(completion))
+    return LogEntry(source, form, Episode(ends, {}), weights, logged=False, texts=texts, remarks=REMARKS.get(form, ()))
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of a client with the fields of the normal form; others, such as annotations, say nothing of tokens."""
     fields = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
     plain = {name: message[name] for name in fields if message.get(name)}
-    calls = plain.get("tool_calls")
-    return {"content": "", **plain} | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: call[name] for name in ("id", "type", "function", "name", "arguments") if call.get(name) is not None}
+    return {"content": "", **plain}

@@ -50,7 +50,7 @@ def test_entries_totals_numbers_and_the_page(audit, tmp_path):
         ((), (), "give --model, a directory or a name"),
         ((), ("--model=nothing",), "nothing: no such directory"),
         (("--count=-1",), ("--model=model",), "--count=-1: it must be at least 0"),
-        (("--json=no/a.json",), ("--model=model",), "--json=no/a.json: its folder does not exist"),
+        (("--json=no/a.json",), ("--model=model",), "--json=no/a.json: it must be in a folder that exists"),
         (("--chat_template=no.jinja",), ("--model=model",), "--chat_template=no.jinja: "),
         (("--cuont=1",), ("--model=model",), "did you mean --count?"),
     ],

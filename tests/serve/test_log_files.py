@@ -117,6 +117,15 @@ def test_histories_that_a_template_renders_anew_are_found(tmp_path):
     assert trl.other > 0 and "other tokens than the conversation" in audit.trained["verl"].refused
 
 
+def test_words_of_several_bytes_and_with_blanks_are_not_the_templates(tmp_path):
+    """The tokenizer has a token for each byte of them."""
+    text = "\u4f60\u597d, how  are you?\n\u00fc"
+    (audit,) = audits(tmp_path, [{"messages": [user(text), assistant("ok")]}], QWEN)
+    whole = "<|im_start|>user\n" + text + "<|im_end|>\n<|im_start|>assistant\n"
+    context = len(QWEN.tokenizer(whole)["input_ids"])
+    assert audit.given == len(QWEN.tokenizer(text)["input_ids"]) and audit.template == context - audit.given > 0
+
+
 def test_conversations_that_begin_alike_are_told_apart_by_their_replies(tmp_path):
     calls = [call(assistant(reply), user("q"), model=reply) for reply in "ab"]
     calls += [call(assistant("d"), user("q"), assistant(reply), user("w"), model=reply) for reply in "ab"]
