@@ -16,8 +16,8 @@ from funrl.environments.row_paths import paths_of
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.serve.log_files import UNKNOWN_WEIGHTS, LogEntry
 
-UNFINISHED = "\ufffd"  # decoded from a part of a character
-LONGEST_CHARACTER = 4  # bytes, of which each may be a token
+_PARTIAL = "\ufffd"  # decoded from a part of a character
+_MOST_BYTES = 4  # bytes, of which each may be a token
 
 
 class Trained(NamedTuple):
@@ -149,7 +149,7 @@ def _template_tokens(node: Node, template: ChatTemplate) -> int:
     for token in node.tokens:
         groups[-1].append(token)
         text = template.tokenizer.decode(groups[-1])
-        if not text.endswith(UNFINISHED) or len(groups[-1]) == LONGEST_CHARACTER:
+        if not text.endswith(_PARTIAL) or len(groups[-1]) == _MOST_BYTES:
             pieces.append("".join(text.split()))  # tokenizers decode blanks at a border differently
             groups.append([])
     text = "".join(pieces)

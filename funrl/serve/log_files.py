@@ -30,10 +30,15 @@ from funrl.serve.asks import Body
 from funrl.serve.messages import read_messages
 
 UNKNOWN_WEIGHTS = "unknown weights"
-FORMS = (("conversation", "messages", ""), ("verl", "input", "output"), ("samples", "prompt", "completion"))  # of words
+RECORD_FORMS = (
+    ("conversation", "messages", ""),
+    ("verl", "input", "output"),
+    ("samples", "prompt", "completion"),
+)  # of words
 REMARKS = {
     "conversation": ("the file does not say whether a model wrote the assistant's words",),
     "verl": ("verl leaves special tokens out of this file: where turns begin and end is not known",),
+    "samples": ("the file does not say how a completion ended: an end-of-text token is added",),
 }
 _ASKED = {"role": "user", "content": "?"}
 
@@ -113,7 +118,7 @@ def _entries(source: str, record: Any, template: ChatTemplate, calls: list[Logge
     if "request" in record and "response" in record:
         calls += api_calls(source, record["request"], record["response"])
         return []
-    for form, prompt, completion in FORMS:
+    for form, prompt, completion in RECORD_FORMS:
         if prompt in record and (not completion or isinstance(record.get(completion), str)):
             return [_text_entry(source, form, record, (record[prompt], record.get(completion)), template)]
     raise DataError(f"a record with {', '.join(map(str, record))} is of no known log; docs/data.md lists the forms")
