@@ -15,6 +15,7 @@ funrl replay RUN_DIR --rows
 funrl replay RUN_DIR OTHER_RUN_DIR
 funrl explain grpo --kl_coef=0.1
 funrl show sft --data=FILE --model=DIR; funrl show FILE --model=DIR
+funrl audit traces.jsonl --model=DIR
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
 funrl compile grpo --mesh=dp4,tp4 --target=v5e:4x4
 funrl --help
@@ -55,6 +56,7 @@ USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl 
 EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flags
 # Commands with a module of their own, which is imported when one is named: many import torch.
 MODULES = {
+    "audit": "funrl.cli.audit:audit_command",
     "import": "funrl.cli.import_config:import_config",
     "ray": "funrl.cli.ray_job:ray_command",
     "replay": "funrl.cli.replay:replay_command",

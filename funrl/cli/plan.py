@@ -23,7 +23,7 @@ from funrl.cli.line import program_words
 from funrl.cli.usages import COMMANDS
 from funrl.cost.dry_run import tokens_of
 from funrl.cost.report import DEFAULT
-from funrl.cost.schedules import LoggedLengths, lengths_of, simulate_shared
+from funrl.cost.schedules import cut_remarks, lengths_of, simulate_shared
 from funrl.cost.search import place_search, search
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
 from funrl.cost.verdict import (
@@ -147,7 +147,8 @@ def plan_command(argv: Sequence[str]) -> int:
     _check_launch(given, own, hardware)
     settings = with_flags(with_models(command).settings, hardware=hardware)
     devices = HARDWARE[hardware]._replace(node=given["gpus_per_node"])
-    cut = _cut_lengths(settings)  # before the searches, so that a wrong file is refused at once
+    logged = settings.estimate.lengths is not None  # read before the searches, so that a wrong file is refused at once
+    cut = cut_remarks(lengths_of(settings, new_tokens(settings))) if logged else []
     plans, problems = _plans(counts, settings, command.compose, devices)
     price = given["gpu_price"]
     print("\n".join([*plans_table(plans, hardware, price), *problems, *cut]))
@@ -265,16 +266,6 @@ def _plans(
     if not plans:
         raise SettingsError("\n".join(problems))
     return plans, problems
-
-
-def _cut_lengths(settings: Settings) -> list[str]:
-    """A line on the completions of --lengths that are longer than they may be. Raises: SettingsError, it has none."""
-    if settings.estimate.lengths is None:
-        return []
-    lengths = lengths_of(settings, new_tokens(settings))
-    if not isinstance(lengths, LoggedLengths) or not lengths.cut:
-        return []
-    return [f"{lengths.cut} of {len(lengths.tokens)} lengths are cut at {lengths.most} tokens (--max_new_tokens)"]
 
 
 def plans_table(plans: Sequence[RunPlan], hardware: str, price: float | None) -> list[str]:

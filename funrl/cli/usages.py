@@ -52,5 +52,9 @@ COMMANDS = {
         "Records as trained",
         "funrl show NAME|FILE [--flag=value ...] [--record=N] [--tokens] [--output=FILE]",
     ),
+    "audit": SmallCommand(
+        "What a log holds, and what funrl, TRL and verl would train of it",
+        "funrl audit FILE --model=DIR [--chat_template=FILE] [--count=N] [--json=FILE] [--output=FILE]",
+    ),
     "doctor": SmallCommand("This machine, and whether a command would run", "funrl doctor [NAME --flag=value ...]"),
 }

@@ -16,6 +16,7 @@ them. Times of a trainer are those of a trace.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import json
 import math
@@ -787,9 +788,23 @@ def lengths_of(settings: Settings, most: int) -> Lengths:
     path = Path(text)
     most *= turns_of(settings).replies
     with blaming(f"lengths={text}"):
-        if path.is_dir():
-            return lengths_of_run(path, most)
-        return logged_lengths(path, most) if path.is_file() else parse_lengths(text)
+        if not path.exists():
+            return parse_lengths(text)
+        changes = [file.stat().st_mtime_ns for file in (path, path / "metrics.jsonl", path / ROLLOUTS) if file.exists()]
+        return _stored_lengths(path, most, tuple(changes))
+
+
+@functools.lru_cache(maxsize=2)  # a plan for several numbers of devices asks again for each
+def _stored_lengths(path: Path, most: int, changes: tuple[int, ...]) -> Lengths:
+    """Lengths of a run or a log; `changes` are the times at which its files were changed."""
+    return lengths_of_run(path, most) if path.is_dir() else logged_lengths(path, most)
+
+
+def cut_remarks(lengths: Lengths) -> list[str]:
+    """A line on lengths of a log that are longer than a completion may be; none where none is."""
+    if not isinstance(lengths, LoggedLengths) or not lengths.cut:
+        return []
+    return [f"{lengths.cut} of {len(lengths.tokens)} lengths are cut at {lengths.most} tokens (--max_new_tokens)"]
 
 
 class TracedRanks(NamedTuple):
@@ -1054,7 +1069,7 @@ def schedules_text(schedules: Schedules) -> str:
         f"completions of {law.mean:,.0f} tokens in the mean, {law.most:,} at most"
     )
     rows = [(_devices(split), *_numbers(split.result), "yes" if split.fits else "no") for split in splits]
-    lines = [head, "", *table(("devices", *RESULT_COLUMNS, "fits"), rows), "", _best(splits)]
+    lines = [head, *cut_remarks(law), "", *table(("devices", *RESULT_COLUMNS, "fits"), rows), "", _best(splits)]
     if apart := [name for name, _ in splits[0].scoring or splits[-1].scoring]:
         lines[-1:-1] = [f"trainer busy: with its waits for the scores of {', '.join(apart)}", ""]
     if rules:

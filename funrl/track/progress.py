@@ -68,7 +68,7 @@ class Progress:
         self._console = console or Console()
         self._sample_seconds = sample_seconds
         self._step = 0
-        self._ends: deque[tuple[int, float]] = deque([(0, time.monotonic())], maxlen=PACE_STEPS)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
         self._columns: tuple[Column, ...] = ()  # of the metrics so far
         self._lines_since_header = HEADER_EVERY
         self._next_sample = -math.inf
@@ -81,9 +81,12 @@ class Progress:
             self._columns = columns
             self._lines_since_header = HEADER_EVERY
         self._step = step
-        if step != self._ends[-1][0] + 1:  # the first after a resumption
+        now = time.monotonic()
+        if not self._ends or step != self._ends[-1][0] + 1:  # what comes before the first step is done once
             self._ends.clear()
-        self._ends.append((step, time.monotonic()))
+            if "time_s/step" in values:
+                self._ends.append((step - 1, now - values["time_s/step"]))
+        self._ends.append((step, now))
         width = max(4, 2 * len(str(self._total)) + 1)
         if self._lines_since_header >= HEADER_EVERY:
             heads = "  ".join(column.heading.rjust(column.width) for column in columns)

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -125,6 +126,24 @@ def test_a_signal_to_the_driver_has_the_run_save_and_stop(cluster, tmp_path, sig
     assert process.returncode == status, out + err
     assert len(list(run_dir.glob("checkpoints/*/complete.json"))) == 1, out + err
     assert "which is saved; --resume" in err
+
+
+@on_ray
+def test_ranks_that_do_not_end_are_killed_after_the_shutdown_timeout(cluster, tmp_path):
+    """The run finishes its step first, and a reward that never returns keeps it from that."""
+    begun = tmp_path / "begun"
+    lines = ("import pathlib, time", "def score(prompt, completion, **_):", f"    pathlib.Path({str(begun)!r}).touch()")
+    (tmp_path / "r.py").write_text("\n".join([*lines, "    time.sleep(3600)", ""]))
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(9)))
+    flags = [f"--prompts={tmp_path}/p.jsonl", f"--reward={tmp_path}/r.py:score", f"--run_dir={tmp_path}/run"]
+    process = start(cluster, ["--nodes=2", "--shutdown_timeout=5"], "--mesh=dp2", *flags)
+    assert wait_until(lambda: begun.exists() or process.poll() is not None, JOB_S)
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    out, err = finish(process, tmp_path)
+    assert process.returncode == 143, out + err
+    assert 4.5 < time.monotonic() - begin < 60, out + err
+    assert "torchrun kills ranks 5 s after SIGTERM" in out + err
 
 
 @on_ray

@@ -16,6 +16,7 @@ from funrl.cost import schedules as schedule_report
 from funrl.cost.schedules import (
     LengthError,
     LengthLaw,
+    LoggedLengths,
     Workload,
     async_run,
     law_of_mean,
@@ -68,6 +69,8 @@ def test_the_text_and_the_object_say_the_same():
     head = text.splitlines()[0]
     assert head.startswith("asynchronous, S=1, W=1: no group is more than 1 version behind; completions of 8 tokens")
     assert "4 shared" in text and "by staleness and window:" in text
+    logged = schedules._replace(lengths=LoggedLengths((3.0, 8.0), cut=1))
+    assert "1 of 2 lengths are cut at 8 tokens" in schedule_report.schedules_text(logged).splitlines()[1]
     record = json.loads(json.dumps(schedule_report.schedules_object(schedules)))
     assert record["most_age"] == 1 and record["length_mean"] == pytest.approx(8)
     assert [x["train"] for x in record["splits"]] == [x.train for x in schedules.splits]

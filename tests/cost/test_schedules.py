@@ -1,6 +1,7 @@
 """The simulation of asynchronous runs: against loops over iterations, against schedules worked out by hand."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from funrl.cost.schedules import (
     LoggedLengths,
     SimulatedGenerators,
     UpdateTimes,
+    cut_remarks,
     engine_times,
     law_of_mean,
+    lengths_of,
     logged_lengths,
     parse_lengths,
     rows_together,
@@ -23,6 +26,7 @@ from funrl.cost.schedules import (
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_config, decoder_model
 from funrl.rollout.ledger import LedgerRule
+from funrl.trainer.settings.settings import settings_of
 
 TIMES = EngineTimes(fixed=1e-3, weights=4e-3, experts=2e-3, idle=0.75, row=5e-4, token=1e-6, read=1e-5, capacity=1e5)
 PROMPT = 50
@@ -264,3 +268,16 @@ def test_ages_stay_within_the_bound_and_a_window_makes_groups_younger():
 def test_pieces_divide_a_batch():
     with pytest.raises(ValueError, match="8 groups of a batch cannot be 3 equal pieces"):
         simulate_run(even(pieces=3))
+
+
+def test_lengths_of_a_log_are_read_again_only_when_it_has_changed(tmp_path):
+    log = tmp_path / "lengths"
+    log.write_text("3\n8\n9\n40\n")
+    settings = settings_of(lengths=str(log), dry_run=True)
+    lengths = lengths_of(settings, 8)
+    assert lengths_of(settings, 8) is lengths and lengths_of(settings, 10) == LoggedLengths((3, 8, 9, 10), cut=1)
+    assert cut_remarks(lengths) == ["2 of 4 lengths are cut at 8 tokens (--max_new_tokens)"]
+    log.write_text("3\n")
+    os.utime(log, ns=(1, 1))
+    assert lengths_of(settings, 8) == LoggedLengths((3,)) and not cut_remarks(LoggedLengths((3,)))
+    assert not cut_remarks(parse_lengths("mean:5,max:9"))

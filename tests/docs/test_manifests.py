@@ -99,6 +99,7 @@ def test_generators_on_ray_have_the_other_nodes():
     ray, job = (place for place, word in enumerate(words) if word == "--")
     flags = options_of(words[job + 1 :])
     assert set(flags) <= set(settings_flags()) and words[ray + 1 : ray + 3] == ["funrl", "ray"]
+    assert "min-nodes" not in options_of(words[:ray])  # with it the status of a run that succeeds is 1
     nodes = int(options_of(words[ray:job])["nodes"])
     assert devices(training_sizes(flags["place"], {})) == nodes * DEVICES and size == NODES
     bounds = generators_on_ray(flags["place"])

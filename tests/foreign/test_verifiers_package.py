@@ -1,6 +1,8 @@
 """Environments of the package verifiers, where it is installed (.ci/setup_environments)."""
 
+import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,12 @@ from foreign_runs import LIMITS, page_module, page_source, run
 from small_chats import SETUP, engine_of, text
 
 import funrl
+from funrl.data.conversations import ChatTemplate
+from funrl.foreign import verifiers
 from funrl.foreign.load import named_environment
 from funrl.loading import LoadError
+from funrl.serve.log_audit import audit_entry
+from funrl.serve.log_files import read_logs
 from funrl.testing import check_environment
 
 vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed: .ci/setup_environments")
@@ -110,3 +116,52 @@ def test_properties_of_environments():
     examples = [("write a", {"task": 0}), ("write b", {"task": 1})]
     # The endpoint's server stays. Verifiers' own parser fails at a call whose name is a number, and at a cut reply.
     check_environment(letters(), examples=examples, without=["limited", "leaks", "completed"])
+
+
+@pytest.fixture
+def written_traces(tmp_path, monkeypatch):
+    """Run an episode, as `run` does, and have verifiers write its traces; the episode and the file."""
+    from verifiers.v1.utils.trace_store import TRACES_FILE, write_episode
+
+    own = verifiers.graph_trajectories
+
+    def graph(episode, *further):
+        write_episode(tmp_path, episode)
+        return own(episode, *further)
+
+    monkeypatch.setattr(verifiers, "graph_trajectories", graph)
+    return lambda *given, **how: (run(*given, **how), tmp_path / TRACES_FILE)
+
+
+def test_traces_that_verifiers_writes_are_audited_token_for_token(written_traces):
+    episode, file = written_traces(letters(), engine=engine_of(), setup=SETUP, task=0)
+    template = ChatTemplate(SETUP.chat.tokenizer)
+    (entry,) = read_logs(file, template)
+    assert entry.form == f"verifiers {version('verifiers')}" and entry.logged
+    (end,), (logged,) = episode.ends, entry.episode.ends
+    assert logged.token_ids() == end.token_ids()
+    sampled = [node.tokens for node in end.nodes() if node.sampled]
+    assert [node.tokens for node in logged.nodes() if node.sampled] == sampled
+    audit = audit_entry(entry, template)
+    assert sum(audit.sampled.values()) == sum(map(len, sampled)) and "unknown weights" not in audit.sampled
+    assert audit.given == sum(len(m["content"]) for n in end.nodes() if not n.sampled for m in n.messages)
+    assert audit.trained["funrl"].as_sampled == sum(map(len, sampled)) and not audit.rewrites
+
+
+def test_traces_without_token_ids_are_rendered(written_traces):
+    """The client of evaluations asks a chat API, which gives none."""
+    episode, file = written_traces(letters(), "banana", "a", task=0)
+    record = json.loads(file.read_text())
+    for node in record["traces"][0]["nodes"]:
+        node.pop("token_ids"), node.pop("mask")
+    file.write_text(json.dumps(record) + "\n")
+    template = ChatTemplate(SETUP.chat.tokenizer)
+    (entry,) = read_logs(file, template)
+    assert not entry.logged and audit_entry(entry, template).paths == 1
+    assert entry.episode.ends[-1].token_ids() == episode.ends[0].token_ids()
+
+
+def test_each_trace_of_an_episode_is_an_entry(written_traces):
+    episode, file = written_traces(letters("best-of-n+count_letters", n=3), "b", "x", "bb", "x", "c", "x", task=1)
+    entries = [*read_logs(file, ChatTemplate(SETUP.chat.tokenizer))]
+    assert [entry.episode.ends[0].token_ids() for entry in entries] == [end.token_ids() for end in episode.ends]

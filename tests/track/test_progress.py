@@ -41,6 +41,20 @@ def test_plain_lines_are_aligned_and_complete():
     assert "\x1b" not in file.getvalue()
 
 
+def test_time_left_counts_steps_and_not_the_start(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("funrl.track.progress.time.monotonic", lambda: clock[0])
+    file, progress = plain(total=31)
+    clock[0] += 60  # weights are loaded, kernels compiled
+    progress.update(1, METRICS | {"time_s/step": 2.0})
+    clock[0] += 4
+    progress.update(2, METRICS | {"time_s/step": 4.0})
+    clock[0] += 50  # resumed in another process: step 9 is not the one after
+    progress.update(9, METRICS | {"time_s/step": 5.0})
+    lefts = [line.split("generate")[0].split()[-1] for line in file.getvalue().splitlines()[1:]]
+    assert lefts == ["1m00s", "1m27s", "1m50s"]  # 30 x 2 s, 29 x 3 s, 22 x 5 s
+
+
 def test_plain_header_comes_again_for_a_new_column_and_after_twenty_lines():
     file, progress = plain(total=50)
     for step in range(1, 24):
