@@ -81,8 +81,9 @@ def open_cluster():
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: paths of sockets have at most 107 characters
     address = f"{NODES[0]}:{free_port(20_000, 30_000)}"
     variables = {name: text for name, text in os.environ.items() if name not in ("RAY_ADDRESS", "RANK", "WORLD_SIZE")}
-    modules = (ROOT, ROOT / "tests", ROOT / "tests/trainer")  # generators import the pieces of a job by name
-    variables |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(map(str, modules)), "OMP_NUM_THREADS": "1"}
+    modules = [str(ROOT / name) for name in ("", "tests", "tests/trainer")]  # of the pieces of a job, imported by name
+    modules += filter(None, [os.environ.get("PYTHONPATH")])
+    variables |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(modules), "OMP_NUM_THREADS": "1"}
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables |= {f"RAY_health_check_{name.lower()}": text for name, text in HEALTH.items()}
     cluster = Cluster(variables | {"RAY_ADDRESS": address}, folder, {})

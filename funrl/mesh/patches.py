@@ -32,6 +32,7 @@ LARGEST_SHARE = 0.2
 BIT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHECKSUM_PIECE = 1 << 20  # numbers that are added to a checksum at a time
 HEADER = 16  # bytes
+MOST_LOST = 2  # patches in a row, after which no others are sent
 
 
 class PatchedShards(NamedTuple):
@@ -46,6 +47,38 @@ class PatchedShards(NamedTuple):
     tree: trees.Tree
     intact: bool
     sent: int
+
+
+class LostPatches:
+    """Count of patches in a row that did not give a receiver the sender's weights.
+
+    Attributes:
+      count: of them.
+
+    Example:
+      >>> lost = LostPatches()
+      >>> [lost.add(intact) != "" for intact in (True, False, True, False, False)], lost.ended
+      ([False, False, False, False, True], True)
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.count = 0
+
+    @property
+    def ended(self) -> bool:
+        """True if no further patches are to be sent."""
+        return self.count >= MOST_LOST
+
+    def add(self, intact: bool) -> str:
+        """Count a patch that has been applied; returns a remark where it is the last one."""
+        self.count = 0 if intact else self.count + 1
+        if not self.ended:
+            return ""
+        return (
+            f"{MOST_LOST} patches of weights in a row did not give an engine the trainer's weights, so that all were "
+            "sent; from now on no patches are"
+        )
 
 
 def changed_bytes(tree: trees.Tree, base: trees.Tree) -> tuple[int, int]:

@@ -137,7 +137,8 @@ def patched(versions, fault, version_of_fault, world):
     """What arrives of some versions, and what the trainer ranks counted of each.
 
     Args:
-      fault: "lost": the patch from rank 0 has a wrong bit; "stale": rank 2 has older weights; "": none.
+      fault: "lost": the patch from rank 0 has a wrong bit, "always": and each later one; "stale": rank 2 has older
+        weights; "": none.
       version_of_fault: version that comes with it.
     """
     training = submesh(world, parse("dp2"), range(2))
@@ -150,11 +151,13 @@ def patched(versions, fault, version_of_fault, world):
         for version in range(versions):
             own = rules.shard(weights_of(version), SPLIT, training)
             with pytest.MonkeyPatch.context() as patch:
-                if (fault, version) == ("lost", version_of_fault) and world.rank == 0:
+                faulty = {"lost": [version_of_fault], "always": range(version_of_fault, versions)}
+                if version in faulty.get(fault, ()) and world.rank == 0:
                     patch.setattr(patches, "encode_patch", functools.partial(damaged, patches.encode_patch))
                 sender.begin({"": SentWeights(own, to_engine, version)})
                 sender.wait()
-            counts.append((sender.policy, sender._resent))
+            counts.append((sender.policy, sender._resent, sender.remark))
+            sender.remark = ""
         return counts
     held = {}
     form = WeightForm(to_engine, lambda tree: tree, lambda: held.get("tree"))
@@ -180,8 +183,9 @@ def test_ten_versions_arrive_by_patches_with_the_bits_of_whole_weights(fault):
     counts, same, *_ = launch(program, parse("dp6"), "cpu")
     assert counts == same
     whole = 2 * (64 * 24 * 2 + 24 * 4)  # by two replicas; half of it is relayed between them
-    assert counts[0] == ({}, 0)
-    for version, (policy, resent) in enumerate(counts[1:], 1):
+    assert counts[0] == ({}, 0, "")
+    assert not any(remark for _, _, remark in counts)
+    for version, (policy, resent, _) in enumerate(counts[1:], 1):
         assert resent == (fault != "" and version >= 4)
         if version == 7:
             assert policy["changed_share"] > 0.9 and policy["sent_bytes"] >= whole / 2
@@ -189,6 +193,14 @@ def test_ten_versions_arrive_by_patches_with_the_bits_of_whole_weights(fault):
             assert policy["sent_bytes"] > whole / 2
         else:
             assert 0 < policy["changed_share"] < 0.02 and policy["sent_bytes"] < whole / 4
+
+
+def test_after_two_lost_patches_in_a_row_none_are_sent():
+    counts = launch(functools.partial(patched, 10, "always", 4), parse("dp6"), "cpu")
+    assert [resent for _, resent, _ in counts] == [0] * 4 + [1] + [2] * 5
+    assert [not policy for policy, _, _ in counts] == [True] + [False] * 5 + [True] * 4
+    (said,) = (version for version, (_, _, remark) in enumerate(counts) if remark)
+    assert said == 5 and "2 patches of weights in a row" in counts[5][2]
 
 
 def test_a_tensor_too_long_for_indices_is_sent_whole(monkeypatch):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from funrl.rollout.ledger import Ledger, LedgerError, LedgerRule
+from funrl.rollout.ledger import Ledger, LedgerError, LedgerRule, PlaceState
 
 
 def started(places=2, staleness=1.0, window=1, until=100, **options):
@@ -184,3 +184,40 @@ def test_work_grows_with_the_places_of_a_step(window):
         sys.setprofile(None)
         calls.append(count / begun)
     assert calls[1] < 1.1 * calls[0] and calls[1] < 80, calls
+
+
+@pytest.mark.parametrize("window", [1, 3, 9])
+@pytest.mark.parametrize("staleness", [0.0, 1.5])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_what_a_checkpoint_has_of_a_ledger_is_all_that_decides_what_a_resumed_run_begins(window, staleness, prompts):
+    """Places are begun, written and refilled at random; after each batch the run might be resumed."""
+    draw = random.Random(window)
+    ledger = Ledger(LedgerRule(4, staleness, window, prompts), until=80)
+    taken = set()
+    owners = {}
+    written = 0
+    while len(taken) < ledger.until:
+        for owner in range(3):
+            numbers = ledger.next_places(ledger.version, draw.randint(0, 4))
+            owners |= dict.fromkeys(ledger.begin(owner, numbers, ledger.version), owner)
+        for number, place in list(ledger.places.items()):
+            if place.state == PlaceState.RUNNING and draw.random() < 0.4:
+                assert ledger.deliver(owners[number], number, place.attempt)
+                if staleness and draw.random() < 0.3:
+                    ledger.refill([number])
+        ledger.fill_batch()
+        batch = ledger.take()
+        if batch is None:
+            continue
+        taken.update(batch)
+        written += len(ledger.written)
+        resumed = Ledger.restored(ledger.rule, ledger.until, ledger.version, ledger.taken_in_window)
+        left = [number for number in range(ledger.until) if number not in taken]
+        for version in range(ledger.version + 1):
+            may_begin = [number for number in left if ledger.rule.least_version(number) <= version]
+            for room in (1, 5, 80):
+                assert resumed.next_places(version, room) == may_begin[:room]
+        assert (resumed.oldest, resumed.overtaken) == (ledger.oldest, ledger.overtaken)
+        for number, place in ledger.places.items():  # that runners of the run before had
+            assert not resumed.deliver(owners.get(number, 0), number, place.attempt)
+    assert bool(written) == (staleness > 0)

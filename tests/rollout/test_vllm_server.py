@@ -225,13 +225,15 @@ def asked(server, what, body=b"{}", **headers):
 BF16 = {"dtype": torch.bfloat16, "timeout_s": 120}
 
 
-@pytest.mark.parametrize("fault", ["", "lost", "reopened"])
+@pytest.mark.parametrize("fault", ["", "lost", "always", "reopened"])
 def test_patches_give_the_server_the_weights_of_a_whole_load(fault, monkeypatch):
-    """Ten versions; the sixth patch has a wrong bit, or the server has let go of its weights before."""
+    """Ten versions; the sixth patch, or it and all later ones, has a wrong bit, or the server let go of its weights."""
     core = CountingCore()
     server = CoreServer(("127.0.0.1", 0), lambda message: core)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, **BF16)
+    notes = []
+    engine.core.note = notes.append
     params = trees.map(lambda x: x.bfloat16(), weights(WIDE))
     whole = None
     encode = vllm_client_module.encode_patch
@@ -248,15 +250,17 @@ def test_patches_give_the_server_the_weights_of_a_whole_load(fault, monkeypatch)
         if version == 6 and fault == "reopened":
             server._empty()
         with monkeypatch.context() as patch:
-            if version == 6 and fault == "lost":
+            if (version == 6 and fault == "lost") or (version in (6, 7) and fault == "always"):
                 patch.setattr(vllm_client_module, "encode_patch", damaged)
             load(engine, params, version)
         whole = engine.core.sent if whole is None else whole
-        assert (engine.core.sent == whole) == (version == 0 or (version == 6 and fault != ""))
+        faulty = [6, 7, 8, 9] if fault == "always" else [6] * (fault != "")  # after two no patches are sent
+        assert (engine.core.sent == whole) == (version in (0, *faulty))
         assert engine.core.sent == whole or engine.core.sent < whole / 4
         for name, x in engine.weights.named(params):
             assert torch.equal(core.weights[name], x), (version, name)
     assert core.loads == 10
+    assert len(notes) == (fault == "always")
     server.shutdown()
 
 

@@ -152,8 +152,7 @@ def job_of(folder, ways):
         flags |= {"judge": f"{folder}/judge", "judge_template": f"{folder}/template.txt", "judge_pattern": "[a-h]"}
         flags |= {"judge_max_new_tokens": 8}
     if ways["unit"] == "agents":
-        on_ray = ways["place"].startswith("ray")  # whose generators get no earlier selves
-        flags |= {"agents": f"rival:{folder}/{kind}" if on_ray else "rival:frozen"}
+        flags |= {"agents": "rival:frozen"}
     flags |= {"max_refills": 3} if ways["filter"] else {}
     flags |= {"new_tokens_per_step": 3} if ways["parts"] else {}
     flags |= {"lora_rank": 2} if ways["adapters"] else {}
@@ -201,8 +200,8 @@ def alone(pair):
 
 
 def environment_of(ways):
-    """The environment that a row runs in, beside that of all other tests: "vllm" or "ray"; None: it needs none."""
-    return next((ENVIRONMENT_OF[value] for value in ways.values() if value in ENVIRONMENT_OF), None)
+    """What a row needs beside the packages of all other tests: "vllm", "ray" or "vllm and ray"; None: nothing."""
+    return " and ".join(ENVIRONMENT_OF[value] for value in ways.values() if value in ENVIRONMENT_OF) or None
 
 
 def covering_array(folder, seed=0):

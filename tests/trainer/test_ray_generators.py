@@ -17,6 +17,7 @@ import torch
 from ray_cluster import on_ray, wait_until
 from selection import quick
 from small_runs import GRPO, PPO, Quiet, small_job
+from test_agents_apart import job_of as job_of_agents
 from test_episode_runs import Branching, episode_job
 from test_greedy_ahead import filtered_remax
 from test_placement_runs import own_names
@@ -119,6 +120,9 @@ RUNS = {  # algorithm, environment, mesh, and further settings
     "refills": (dapo, None, "dp1", {"reward": reward, "minibatches": 1, "steps": 4, "max_new_tokens": 12}),
     "greedy": (filtered_remax, None, "dp1", {"reward": reward}),
     "episodes": (GRPO, Alike, "dp2", {"steps": 2, "save_rollouts": 1}),
+    "earlier self": (GRPO, None, "dp2", {"agents": "rival:frozen:2", "steps": 3, "minibatches": 1}),
+    "second policy": (GRPO, None, "dp1", {"agents": "rival:policy:second", "steps": 2, "minibatches": 1}),
+    "patches": (GRPO, None, "dp2", {"fsdp": True, "dtype": "bfloat16", "lr": 1e-6, "steps": 4}),
     "two devices": (GRPO, None, "dp2", {"fsdp": True, "probe_sync_every": 1, "reward": reward}),
 }
 
@@ -128,6 +132,8 @@ def job_of(name, run_dir, place=None):
     generate = {"generate_mesh": "tp2"} if name == "two devices" else {}
     where = {"mesh": mesh} | generate if place is None else {"place": f"train:{mesh} {place}{',tp2' * len(generate)}"}
     settings = settings | {"run_dir": str(run_dir)} | where
+    if "agents" in settings:
+        return job_of_agents(compose, **settings)
     if environment is not None:
         return episode_job(compose, environment(), **settings)
     return small_job(compose, **settings)
@@ -146,6 +152,8 @@ def test_two_generators_give_the_bits_of_ranks_that_generate_themselves(ray_clus
     assert any("has started; " in note and "of 2 are there" in note for note in ended[1].notes)
     if name in ("refills", "greedy"):
         assert any(metrics["filter_groups/dropped_prompts"] for _, metrics in steps)
+    if name == "patches":
+        assert all(0 < 5 * metrics["sync/sent_bytes"] < metrics["sync/bytes"] for _, metrics in steps[1:])
     assert not ray_cluster.generators()
 
 
@@ -256,7 +264,12 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        ({"engine": "hf"}, "--engine=hf with --place=generate:ray1-4: generators on Ray have the native engine"),
+        ({"engine": "hf"}, "--engine=hf with --place=generate:ray1-4: requests of a batch share their noise"),
+        (
+            {"engine": "vllm_server", "engine_url": "http://127.0.0.1:1"},
+            "--engine=vllm_server with --place=generate:ray1-4: Ray starts generators as it has devices",
+        ),
+        ({"engine": "vllm", "place": "generate:ray2,tp2"}, "generators on Ray of several devices are native"),
         ({}, "--place=generate:ray1-4: ray is not installed; pip install 'funrl[ray]'"),
         ({"place": "generate:join"}, "write generate:ray1-8"),
         ({"place": "generate:ray"}, "'generate:ray' is not a number of generators"),

@@ -32,8 +32,9 @@ from funrl import trees
 
 pytestmark = pytest.mark.gloo
 ROWS = json.loads(FILE.read_text())
-VLLM, RAY, EVERYWHERE = (
-    [number for number, row in enumerate(ROWS) if environment_of(row) == name] for name in ("vllm", "ray", None)
+VLLM, RAY, BOTH, EVERYWHERE = (
+    [number for number, row in enumerate(ROWS) if environment_of(row) == name]
+    for name in ("vllm", "ray", "vllm and ray", None)
 )
 VLLM.sort(key=lambda number: -list(PLACES).index(ROWS[number]["place"]))  # after shared ranks no process can fork
 NATIVE = [number for number in EVERYWHERE if ROWS[number]["engine"] == "native"]  # those of quick tests
@@ -96,10 +97,12 @@ def test_a_row_of_vllm_runs_and_has_the_numbers_of_ranks_that_do_both(row, folde
 
 
 @on_ray
-@pytest.mark.parametrize("row", RAY, ids=name_of)
+@pytest.mark.parametrize("row", [*RAY, *BOTH], ids=name_of)
 def test_a_row_of_generators_elsewhere_runs_and_has_the_numbers_of_ranks_that_do_both(
     row, folder, ray_cluster, tmp_path
 ):
+    if row in BOTH and NO_VLLM:
+        pytest.skip("no vLLM here: ./test --all makes .venv-vllm for it")
     job = job_of(folder, ROWS[row])
     check_row(ROWS[row], folder, trained(job, tmp_path / "run", ray_cluster))
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.patches import LARGEST_SHARE, changed_bytes, reshard_patches
+from funrl.mesh.patches import LARGEST_SHARE, LostPatches, changed_bytes, reshard_patches
 from funrl.mesh.plan import Plan, sent_bytes
 from funrl.mesh.pools.channel import ProgressLimit, read_value, remove_value, run_store, wait_until, write_value
 from funrl.mesh.reshard import reshard
@@ -103,6 +103,7 @@ class WeightSender:
       policy: bytes that the trainer ranks sent of its policy, the share of its numbers that had changed since the
         transfer before, and the number of transfers so far whose patches were lost, so that everything was sent; empty
         where its weights are not of 16 bits, or none were sent before.
+      remark: for the user; "": there is none.
     """
 
     def __init__(self, mesh: Mesh, receivers: int, group: TransferGroup = None, *, patches: bool = False) -> None:
@@ -120,7 +121,9 @@ class WeightSender:
         self.sent_s = self.waited_s = 0.0
         self.policy: dict[str, float] = {}
         self._resent = 0
+        self.remark = ""
         self._patches = patches
+        self._lost = LostPatches()
         self._base: trees.Tree = None  # the policy's shards as they were sent
         self._next = 0
         self._thread: threading.Thread | None = None
@@ -172,9 +175,15 @@ class WeightSender:
         policy = models.get("")
         patches, share = (False, None) if policy is None or self._base is None else self._measure(policy.tree)
         sent = self._send_once(models, patches)
-        if run_store().add(_key(self._next - 1, "lost"), 0):
-            self._resent += 1
-            sent += self._send_once(models, False)
+        if patches:
+            is_lost = run_store().add(_key(self._next - 1, "lost"), 0) > 0
+            self.remark = self._lost.add(intact=not is_lost)
+            self._patches &= not self._lost.ended
+            if is_lost:
+                self._resent += 1
+                sent += self._send_once(models, False)
+        if not self._patches:
+            self._base = None
         if self._patches and policy is not None and any(dtype.itemsize == NARROW for dtype in policy.plan.dtypes):
             self._base = policy.tree
         counts = {"sent_bytes": float(sent), "changed_share": share, "resent": float(self._resent)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class GeneratorCall:
       then: receives what it returns.
       place: of the ledger, which it writes with any version that the ledger allows; None: it belongs to no place.
       attempt: of the place.
-      version: of the weights, which generators keep until it has ended; None: it writes a place.
+      release: of weights, which generators keep until it has ended; None: it writes a place.
     """
 
     method: str
@@ -59,7 +59,7 @@ class GeneratorCall:
     then: Callable[[Any], None]
     place: int | None = None
     attempt: int = 0
-    version: int | None = None
+    release: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +71,8 @@ class RunningGenerator:
       actor: its handle.
       name: its host and process.
       room: groups that it writes at once; 0: it has not started.
-      version: of its weights; None: it has none yet.
-      loading: version that it loads; None: none.
+      release: of its weights; None: it has none yet.
+      loading: release that it loads; None: none.
       calls: that it works on.
       pinged, heard: when it was asked for a sign of life, and when it gave one; by the monotonic clock.
     """
@@ -81,7 +81,7 @@ class RunningGenerator:
     actor: Any
     name: str = "that was starting"
     room: int = 0
-    version: int | None = None
+    release: int | None = None
     loading: int | None = None
     calls: list[GeneratorCall] = field(default_factory=list)
     pinged: float = field(default_factory=time.monotonic)
@@ -91,17 +91,18 @@ class RunningGenerator:
 class GeneratorLink:
     """Generators of a run, and their work.
 
+    The models that generators have are published one by one. Each time begins a release, the versions of all of them.
+
     Attributes:
       changed: the lock of everything here and of the ledger, notified after each turn.
       ledger: of the run; None: not yet.
       asked: place -> call that writes it, of those that wait to begin.
-      batches: version of weights -> newest batch that is trained with it.
-      digests: of the newest version that a generator holds.
+      digests: of the newest version of the policy that a generator holds.
 
     Example:
       link = GeneratorLink(request, exchange, note)
       link.start()
-      link.publish(0)  # weights
+      link.publish("", 0)  # weights of the policy
       with link.changed:
         link.changed.wait_for(is_complete, timeout=1.0)
         link.check()
@@ -112,12 +113,11 @@ class GeneratorLink:
 
         Args:
           request: actors.
-          exchange: actor with the references of weights.
+          exchange: actor with the references of weights, by model and version.
           note: receives remarks, in the thread.
         """
         self.changed = threading.Condition()
         self.ledger: Ledger | None = None
-        self.batches: dict[int | None, int] = {}
         self.digests: EngineDigests | None = None
         self.asked: dict[int, GeneratorCall] = {}
         self._request = request
@@ -125,9 +125,11 @@ class GeneratorLink:
         self._note = note
         self._generators: dict[int, RunningGenerator] = {}
         self._started = 0  # actors of the run
-        self._versions: list[int] = []  # in the exchange, ascending
+        self._releases: dict[int, Mapping[str, int]] = {}  # in the exchange, ascending: versions by models
+        self._newest = -1  # release
+        self._batches: dict[int | None, int] = {}  # release -> newest batch that is trained with it
         self._calls: deque[GeneratorCall] = deque()  # that have no place and wait to begin
-        self._pinned: list[int] = []  # versions of calls that have no place and have not ended
+        self._pinned: list[int] = []  # releases of calls that have no place and have not ended
         self._events: deque[Callable[[], None]] = deque()
         self._is_due = threading.Event()
         self._fault: BaseException | None = None
@@ -140,21 +142,28 @@ class GeneratorLink:
         """Begin to ask for generators."""
         self._thread.start()
 
-    def publish(self, version: int) -> None:
-        """Have generators load a version, which is in the exchange."""
+    def publish(self, model: str, version: int) -> None:
+        """Have generators load a version of a model, which is in the exchange; "" is the policy."""
         with self.changed:
-            self._versions.append(version)
+            versions = {**self._releases.get(self._newest, {}), model: version}
+            self._newest += 1
+            self._releases[self._newest] = versions
         self.wake()
 
+    def train(self, ledger: Ledger, batch: int) -> None:
+        """Take the places of a ledger. Call it under the lock, when a batch begins, which the newest weights are of."""
+        self.ledger = ledger
+        self._batches[self._newest] = batch
+
     def begin(self, calls: Sequence[GeneratorCall]) -> None:
-        """Begin calls. Until those without a place have ended, no newer version than theirs is loaded."""
+        """Begin calls. Until those without a place have ended, no newer weights than theirs are loaded."""
         with self.changed:
             for call in calls:
                 if call.place is not None:
                     self.asked[call.place] = call
                     continue
-                call.version = self._versions[-1]
-                self._pinned.append(call.version)
+                call.release = self._newest
+                self._pinned.append(call.release)
                 self._calls.append(call)
         self.wake()
 
@@ -195,7 +204,7 @@ class GeneratorLink:
         target = self._target
         for generator in [x for x in self._generators.values() if x.room]:
             self._ping(generator)
-            if generator.loading is None and target is not None and target != generator.version:
+            if generator.loading is None and target >= 0 and target != generator.release:
                 self._load(generator, target)
         ready = sorted((x for x in self._generators.values() if x.room), key=lambda x: len(x.calls) / x.room)
         self._check_short(len(ready))
@@ -205,9 +214,9 @@ class GeneratorLink:
             ready = [x for x in ready if len(x.calls) < x.room and self._give(x, share)]
 
     @property
-    def _target(self) -> int | None:
-        """The version that generators are to hold: the newest, or that of calls which have not ended."""
-        return min(self._pinned, default=self._versions[-1] if self._versions else None)
+    def _target(self) -> int:
+        """The release that generators are to hold: the newest, or that of calls which have not ended."""
+        return min(self._pinned, default=self._newest)
 
     def _start_actor(self) -> None:
         owner = self._started
@@ -221,31 +230,32 @@ class GeneratorLink:
 
         self._call(generator, generator.actor.describe.remote(), started)
 
-    def _load(self, generator: RunningGenerator, version: int) -> None:
-        generator.loading = version
+    def _load(self, generator: RunningGenerator, release: int) -> None:
+        generator.loading = release
 
         def loaded(digests: EngineDigests | None) -> None:
-            generator.version = version
+            generator.release = release
             generator.loading = None
-            if digests and self.digests and self.digests.version == version and digests != self.digests:
-                raise SyncError(f"generators hold different weights of version {version}")
+            if digests and self.digests and self.digests.version == digests.version and digests != self.digests:
+                raise SyncError(f"generators hold different weights of version {digests.version}")
             self.digests = digests or self.digests
-            needed = [x.loading for x in self._generators.values() if x.loading is not None]
-            oldest = min([self._target or version, *needed])
-            self._exchange.drop.remote([older for older in self._versions if older < oldest])
-            self._versions = [newer for newer in self._versions if newer >= oldest]
+            oldest = min([self._target, *(x.loading for x in self._generators.values() if x.loading is not None)])
+            past = [number for number in self._releases if number < oldest]
+            topics = {topic for number in past for topic in self._releases.pop(number).items()}
+            needed = {topic for versions in self._releases.values() for topic in versions.items()}
+            self._exchange.drop.remote([*topics - needed])
 
-        self._call(generator, generator.actor.load.remote(version), loaded)
+        self._call(generator, generator.actor.load.remote(self._releases[release]), loaded)
 
     def _give(self, generator: RunningGenerator, share: int) -> bool:
-        """Give a generator the next call of its version, or the next place that it allows; False: there is none.
+        """Give a generator the next call of its release, or the next place that it allows; False: there is none.
 
         Args:
           share: of the places, which a generator has at most at once.
         """
         ledger = self.ledger
-        version = self.batches.get(generator.version)
-        if self._calls and self._calls[0].version == generator.version:
+        version = self._batches.get(generator.release)
+        if self._calls and self._calls[0].release == generator.release:
             call = self._calls.popleft()
         elif ledger is None or version is None or len(generator.calls) >= share:
             return False
@@ -259,8 +269,8 @@ class GeneratorLink:
 
         def ended(result: Any) -> None:
             generator.calls.remove(call)
-            if call.version is not None:
-                self._pinned.remove(call.version)
+            if call.release is not None:
+                self._pinned.remove(call.release)
             if call.place is None or (ledger is not None and ledger.deliver(generator.owner, call.place, call.attempt)):
                 call.then(result)
 

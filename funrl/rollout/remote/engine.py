@@ -99,6 +99,10 @@ class RemoteEngine:
         collections.deque(named_weights, maxlen=0)
         self.version = version
 
+    def of_model(self, name: str) -> RemoteEngine:
+        """The engine of another model of agents on the same ranks."""
+        return RemoteEngine(self.weights, self.requests, model=name)
+
     @property
     def in_background(self) -> bool:
         """True if the next weights are sent while the engine continues with the present ones."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from funrl.mesh.mesh import SINGLE, Mesh, MeshError
-from funrl.mesh.patches import INDEXED, LARGEST_SHARE, encode_patch
+from funrl.mesh.patches import INDEXED, LARGEST_SHARE, LostPatches, encode_patch
 from funrl.mesh.pools.transfer import NARROW
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
@@ -50,6 +50,7 @@ class RemoteCore:
       url: of the server.
       generation: number of times that the server has lost all requests.
       sent: bytes of the newest weights that were sent, as patches or whole.
+      note: receives remarks.
 
     Args:
       url: such as http://127.0.0.1:8100.
@@ -70,6 +71,8 @@ class RemoteCore:
         self._asleep = self._loaded = False  # whether the server sleeps; whether it has loaded all weights
         self._weights: list[Path] = []
         self.sent = 0
+        self.note: Callable[[str], None] = lambda text: None
+        self._lost = LostPatches()
         self._folder = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._reach(None)
@@ -94,7 +97,7 @@ class RemoteCore:
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Store all weights in files, for a restarted server, and send them or patches of them; see `Core`."""
-        base = self._weights if self._loaded else []
+        base = self._weights if self._loaded and not self._lost.ended else []
         room = LARGEST_SHARE * sum(file.stat().st_size for file in base)
         patches: list[bytes] = []
         self._weights = []
@@ -215,7 +218,10 @@ class RemoteCore:
         except EngineServerError:
             if self._is_restarted():
                 raise
+            if remark := self._lost.add(intact=False):
+                self.note(remark)
             return False
+        self._lost.add(intact=True)
         self.sent = sum(map(len, patches))
         return True
 

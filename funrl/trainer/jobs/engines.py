@@ -31,7 +31,7 @@ from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
-from funrl.rollout.vllm.client import vllm_client
+from funrl.rollout.vllm.client import RemoteCore, vllm_client
 from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm
 from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
@@ -128,7 +128,9 @@ def _make_vllm_client(job: Job, place: EnginePlace) -> Engine:
     mesh = place.mesh
     url = parts(engines.engine_url)[int(mesh.index(mesh.row_axes))]
     timeout_s = engines.engine_timeout or ENGINE_TIMEOUT_S
-    return vllm_client(url, place.model, mesh, job.dtype, options=_vllm_options(job, mesh), timeout_s=timeout_s)
+    engine = vllm_client(url, place.model, mesh, job.dtype, options=_vllm_options(job, mesh), timeout_s=timeout_s)
+    cast(RemoteCore, engine.core).note = place.note
+    return engine
 
 
 def _make_hf(job: Job, place: EnginePlace) -> Engine:
@@ -264,11 +266,10 @@ def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], La
         }
         return generator._replace(frozen=frozen, policies={name: make(job.model) for name in job.agents.policies})
     engine = cast(RemoteEngine, generator.whole)
-    remote = functools.partial(RemoteEngine, engine.weights, engine.requests)
     sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}
     return generator._replace(
-        frozen={name: FrozenAgent(declared, remote(model=name)) for name, declared in sent.items()},
-        policies={name: remote(model=name) for name in job.agents.policies},
+        frozen={name: FrozenAgent(declared, engine.of_model(name)) for name, declared in sent.items()},
+        policies={name: engine.of_model(name) for name in job.agents.policies},
     )
 
 
@@ -307,8 +308,7 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     """The generator of other ranks, as a rank that trains sees it."""
     requests = Requests(placed.mesh)
     lora = added_adapters(policy.model) if job.settings.engines.abilities.adapters else None
-    weights = MAKERS[_engine_name(job, placed.model)].weights(placed.model, mesh, job.dtype)
-    spec = dataclasses.replace(weights, streamed=False, float8=job.settings.engines.float8)  # they come by a plan
+    spec = _sent_form(job, placed.model, mesh)
     engine = RemoteEngine(spec, requests, base=lora is not None)
     to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
     if lora is None:
@@ -327,11 +327,17 @@ def _ray_generator(job: Job, placed: Placed, sizes: dict[str, int]) -> Generator
       sizes: of the mesh of each.
     """
     outside = Mesh(sizes, rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
-    form = dataclasses.replace(native_weights(placed.model, outside, job.dtype), float8=job.settings.engines.float8)
-    engine = RayEngine(form, placed.stored, placed.mesh)
+    form = _sent_form(job, placed.model, outside)
+    engine = RayEngine(form, placed.stored, placed.mesh, patches=job.settings.engines.abilities.patches)
     dtypes = weight_dtypes(placed.stored, job.dtype)
     make_plan = functools.cache(functools.partial(plan, placed.stored, placed.stored, dtypes, ranks_per_node()))
     return Generator(cast(Engine, engine), outside, make_plan, proof=SyncProof())
+
+
+def _sent_form(job: Job, model: Model, mesh: Mesh) -> WeightSpec:
+    """The form in which an engine of other processes takes weights, whose parts are sent."""
+    weights = MAKERS[_engine_name(job, model)].weights(model, mesh, job.dtype)
+    return dataclasses.replace(weights, streamed=False, float8=job.settings.engines.float8)
 
 
 def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> Callable[[], Plan]:

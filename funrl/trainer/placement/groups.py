@@ -517,6 +517,9 @@ class GroupGenerators:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
         sender = self.engine.sender
         sent = {} if sender is None else {f"sync/{name}": x for name, x in sender.policy.items()}
+        if sender is not None and sender.remark:
+            self.show.note(sender.remark)
+            sender.remark = ""
         if not self.ahead:
             return self._counts | sent
         if sender is not None and sender.sent_s:

@@ -39,11 +39,12 @@ from funrl.loading import load_files, loaded_files
 from funrl.mesh.collectives import from_first, from_first_rank, gather_objects
 from funrl.mesh.launch import join_mesh
 from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.patches import LostPatches
 from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, Requests
 from funrl.mesh.text import text
 from funrl.processes.store import connect, keep_store, listen
 from funrl.rewards.call import RewardError
-from funrl.rollout.certificate import greedy_of, greedy_requests
+from funrl.rollout.certificate import greedy_of, greedy_requests, held_shards
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.policy import RunEndingError
@@ -80,9 +81,9 @@ WrittenHeldout = tuple[Rollout, messages.GroupFields] | str
 
 
 class LoadOrder(NamedTuple):
-    """Get a version of the weights; or with `arrived`, load it."""
+    """Get versions of weights by models; or with `arrived`, load them."""
 
-    version: int
+    versions: Mapping[str, int]
     arrived: bool = False
 
 
@@ -110,7 +111,7 @@ class GeneratorActor:
     Example:
       actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), exchange)
       name, room = ray.get(actor.describe.remote())
-      digests = ray.get(actor.load.remote(version))
+      digests = ray.get(actor.load.remote({"": version}))
       group, keeps, episodes, rows = ray.get(actor.write.remote(work))
     """
 
@@ -129,6 +130,7 @@ class GeneratorActor:
         self._opened = contextlib.ExitStack()  # workers of rewards and process groups; they end with this process
         self._orders: deque[LoadOrder] = deque()
         self._following: list[tuple[Any, Any]] = []  # actors of further devices, and what shows their end
+        self._lost = LostPatches()
 
     async def describe(self) -> tuple[str, int]:
         """Make the engine, without weights. Returns: host and process, and groups that are written at once."""
@@ -181,6 +183,7 @@ class GeneratorActor:
         alone = Mesh(device=self._mesh.device)
         self._generation = generation._replace(engine=generation.engine._replace(mesh=alone, proof=None))
         self._engine = generator.engine
+        self._engines = {"": generator.engine, **generator.further}
         self._serving = generator.serving
         self._resident = ResidentEngine(generator.serving)
         self._verifies = job.settings.engines.verify_sync
@@ -196,34 +199,48 @@ class GeneratorActor:
           devices: variables that name the GPUs of the generator.
         """
         os.environ |= devices
-        pulled: list[Future[trees.Tree]] = []
+        pulled: list[Future[Mapping[str, trees.Tree]]] = []
         with ThreadPoolExecutor(1) as thread, self._opened:
             self._build(self._read_job(), rank, port)
             while True:
                 order: LoadOrder | None = from_first(None, self._mesh, "tensor")
                 if order is not None and order.arrived:
-                    self._load(pulled.pop().result(), order.version)
+                    self._load(pulled.pop().result(), order.versions)
                 elif order is not None:
-                    pulled.append(thread.submit(self._pull, order.version))
+                    pulled.append(thread.submit(self._pull, order.versions))
                 follow(self._serving, self._mesh)
 
-    async def load(self, version: int) -> EngineDigests | None:
-        """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
-        self._orders.append(LoadOrder(version))
-        self._tree = await asyncio.to_thread(self._pull, version)
+    async def load(self, versions: Mapping[str, int]) -> EngineDigests | None:
+        """Load versions of models between two steps of the engine.
+
+        Returns: digests of the policy, where loads are proved.
+        """
+        self._orders.append(LoadOrder(versions))
+        self._pulled = await asyncio.to_thread(self._pull, versions)
         self._loaded = asyncio.get_running_loop().create_future()
-        self._orders.append(LoadOrder(version, True))
+        self._orders.append(LoadOrder(versions, True))
         return await self._beside(self._loaded)
 
-    def _pull(self, version: int) -> trees.Tree:
-        """The weights of this device."""
+    def _pull(self, versions: Mapping[str, int]) -> dict[str, trees.Tree]:
+        """This device's weights of the models whose engines have others."""
         ray = import_ray()
-        buckets: dict[object, WeightBucket] = ray.get(self._exchange.take.remote(version))
-        return pull_weights(ray, buckets.values(), self._engine.weights)
+        pulled = {}
+        for name, version in versions.items():
+            engine = self._engines[name]
+            if engine.version == version:
+                continue
+            buckets: dict[object, WeightBucket] = ray.get(self._exchange.take.remote((name, version)))
+            patched = not self._lost.ended and any(bucket.patches is not None for bucket in buckets.values())
+            base = {engine.version: held} if patched and (held := held_shards(engine)) else {}
+            pulled[name], intact = pull_weights(ray, buckets.values(), self._engine.weights, base)
+            if base and (remark := self._lost.add(intact)):
+                self._notes.note(remark)
+        return pulled
 
-    def _load(self, tree: trees.Tree, version: int) -> EngineDigests | None:
-        """Load weights into the engine. Collective over the devices of this generator."""
-        self._engine.load(self._engine.weights.named(tree), version)
+    def _load(self, pulled: Mapping[str, trees.Tree], versions: Mapping[str, int]) -> EngineDigests | None:
+        """Load weights into the engines. Collective over the devices of this generator."""
+        for name, tree in pulled.items():
+            self._engines[name].load(self._engine.weights.named(tree), versions[name])
         self._serving.check([])  # it measures its free memory now, on all devices
         return engine_digests(self._engine) if self._verifies else None
 
@@ -265,8 +282,8 @@ class GeneratorActor:
             order = self._orders.popleft() if self._orders else None
             from_first(order, self._mesh, "tensor")
             if order is not None and order.arrived:
-                self._loaded.set_result(self._load(self._tree, order.version))
-                del self._tree
+                self._loaded.set_result(self._load(self._pulled, order.versions))
+                del self._pulled
             await self._resident.iterate(self._mesh, REST_S)
 
     async def _write(
@@ -367,6 +384,7 @@ class RayGenerators(GroupGenerators, Requests):
         Requests.__init__(self, self.mesh)
         self.requests = engine.requests = self
         engine.held = lambda version: self._digests(version) is not None
+        self._sender = engine
         self._ray = engine.ray
         self._exchange = engine.exchange
         self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
@@ -382,6 +400,8 @@ class RayGenerators(GroupGenerators, Requests):
         self._link = GeneratorLink(self._actors(job), self._exchange, self._notes.append)
         if self.mesh.rank == 0:
             engine.publish = self._link.publish
+            for topic in engine.published.items():  # models that do not change
+                engine.publish(*topic)
             self._link.start()
 
     def _actors(self, job: RLJob) -> ActorRequest:
@@ -400,14 +420,19 @@ class RayGenerators(GroupGenerators, Requests):
         """Begin to take the batch of a step; see `GroupGenerators`."""
         with self._link.changed:
             super().begin_step(step, position, steps)
-            self._link.ledger = self.ledger
-            self._link.batches[self.engine.version] = step - 1
+            if self.ledger is not None:
+                self._link.train(self.ledger, step - 1)
         self._link.wake()
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
         with self._link.changed:
             super().end_step()
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of places, and of weights that may be patched; see `GroupGenerators`."""
+        sent = self._sender.sent
+        return super().metrics() | ({} if sent is None else {"sync/sent_bytes": float(sent)})
 
     def close(self) -> None:
         """End the generators, and leave the cluster."""

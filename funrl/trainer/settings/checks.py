@@ -320,20 +320,22 @@ def check_placement(s: Settings) -> None:
             "and raise --staleness or --window if the trainer waits for long ones"
         )
     if s.sampling.new_tokens_per_step is not None:
-        raise s.refusal("{new_tokens_per_step} with {place}: every rank has to generate then; leave --place out")
+        raise s.refusal(
+            "{new_tokens_per_step} with {place}: unfinished completions stay with the ranks that save them, which "
+            "train; leave --place out, or give --staleness instead: completions then go on during the updates"
+        )
 
 
 def _check_ray(s: Settings) -> None:
     """Refuse flags that do not go with generators on Ray. Raises: SettingsError."""
-    agents = agents_of(s)
-    selves = any(model.directory is None for model in agents.frozen.values())
-    problems = {
-        "engine": (not s.engines.abilities.own_steps, "generators on Ray have the native engine"),
-        "agents": (selves or bool(agents.policies), "generators on Ray hold only the policy's newest weights"),
-    }
-    for name, (given, problem) in problems.items():
-        if given:
-            raise s.refusal(f"{{{name}}} with {{place}}: {problem}; leave it out, or give generator ranks: generate:2")
+    abilities = s.engines.abilities
+    if abilities.servers or abilities.whole_only:
+        problem = "Ray starts generators as it has devices, and each would need a server of its own"
+        if abilities.whole_only:
+            problem = "requests of a batch share their noise, and time decides which ones a generator has together"
+        raise s.refusal("{engine} with {place}: {problem}; give another engine, or generate:2", problem=problem)
+    if s.devices.generators is not None and s.devices.generators.tensor > 1 and not abilities.own_steps:
+        raise s.refusal("{engine} with {place}: generators on Ray of several devices are native; leave ,tp out")
     if not s.estimate.dry_run and not is_installed("ray"):
         raise s.refusal("{place}: ray is not installed; pip install 'funrl[ray]'")
 
