@@ -188,11 +188,11 @@ def test_ten_versions_arrive_by_patches_with_the_bits_of_whole_weights(fault):
     for version, (policy, resent, _) in enumerate(counts[1:], 1):
         assert resent == (fault != "" and version >= 4)
         if version == 7:
-            assert policy["changed_share"] > 0.9 and policy["sent_bytes"] >= whole / 2
+            assert policy["sync/changed_share"] > 0.9 and policy["sync/sent_bytes"] >= whole / 2
         elif fault and version == 4:
-            assert policy["sent_bytes"] > whole / 2
+            assert policy["sync/sent_bytes"] > whole / 2
         else:
-            assert 0 < policy["changed_share"] < 0.02 and policy["sent_bytes"] < whole / 4
+            assert 0 < policy["sync/changed_share"] < 0.02 and policy["sync/sent_bytes"] < whole / 4
 
 
 def test_after_two_lost_patches_in_a_row_none_are_sent():

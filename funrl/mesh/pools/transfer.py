@@ -100,9 +100,9 @@ class WeightSender:
     Attributes:
       sent_s: seconds of the last complete transfer, up to the last rank that received it.
       waited_s: seconds of it in which the program waited for it.
-      policy: bytes that the trainer ranks sent of its policy, the share of its numbers that had changed since the
-        transfer before, and the number of transfers so far whose patches were lost, so that everything was sent; empty
-        where its weights are not of 16 bits, or none were sent before.
+      policy: metrics of its policy: bytes that the trainer ranks sent, the share of its numbers that had changed since
+        the transfer before, and the number of transfers so far whose patches were lost, so that everything was sent;
+        empty where its weights are not of 16 bits, or none were sent before.
       remark: for the user; "": there is none.
     """
 
@@ -186,8 +186,10 @@ class WeightSender:
             self._base = None
         if self._patches and policy is not None and any(dtype.itemsize == NARROW for dtype in policy.plan.dtypes):
             self._base = policy.tree
-        counts = {"sent_bytes": float(sent), "changed_share": share, "resent": float(self._resent)}
-        self.policy = {} if share is None else counts
+        self.policy = {}
+        if share is not None:
+            resent = float(self._resent)
+            self.policy = {"sync/sent_bytes": float(sent), "sync/changed_share": share, "sync/resent": resent}
 
     def _measure(self, tree: trees.Tree) -> tuple[bool, float]:
         """Decide whether to send patches of the base, and measure the share of changed numbers: of all ranks."""

@@ -44,7 +44,7 @@ from funrl.trainer.sources.generation import (
 )
 from funrl.trainer.sources.group_rows import first_samples, join_samples, rescored
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
-from funrl.trainer.sources.prompts import StepChoice, prompt_source, rows_of_choice
+from funrl.trainer.sources.prompts import prompt_source, rows_of_choice
 from funrl.trainer.sources.selection import SamplingRound, chosen_of_step, filtered_round, first_chosen, join_chosen
 from funrl.trainer.sources.source import Generation, SampledPrompts, Source, StepRows, StoredState
 from funrl.trainer.steps.clock import Clock
@@ -311,10 +311,10 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
             metrics["curriculum/passed_over"] = rounds[-1].end - begin - counts[NEW]
         if generation.shows(step):
             show.samples(step, _shown(generation, sampled))
-        chosen, skipped = chosen_of_step(generation, rounds, sampled, step, show)
-        choice = StepChoice(rounds, [first_chosen(join_chosen(chosen), schedule.batch)], skipped)
+        choice = chosen_of_step(generation, rounds, sampled, step, show)
+        ready = {place for part in choice.chosen for place in part.places.tolist()}
+        choice = choice._replace(chosen=[first_chosen(join_chosen(choice.chosen), schedule.batch)])
         rows, state, counted = rows_of_choice(generation, clock, show, state=state, step=step, choice=choice)
-        ready = {place for part in chosen for place in part.places.tolist()}
         later = ready - set(choice.chosen[0].places.tolist())
         held = BegunGroups([group for group in held.groups if group.waiting or group.place in later])
         version = generation.engine.engine.version or 0

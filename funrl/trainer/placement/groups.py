@@ -516,7 +516,7 @@ class GroupGenerators:
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
         sender = self.engine.sender
-        sent = {} if sender is None else {f"sync/{name}": x for name, x in sender.policy.items()}
+        sent = {} if sender is None else dict(sender.policy)
         if sender is not None and sender.remark:
             self.show.note(sender.remark)
             sender.remark = ""

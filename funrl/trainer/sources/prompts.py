@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.selection import (
     Chosen,
     SamplingRound,
+    StepChoice,
     chosen_of_step,
     count_empty,
     filtered_round,
@@ -59,11 +60,10 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
                 if not spare or len(newest.rows.owner):  # where all episodes failed there are no rows
                     spare = [newest]
                 rounds.append(part)
-            chosen, skipped = chosen_of_step(generation, rounds, spare, step, show)
-            choice = StepChoice(rounds, chosen, skipped)
+            choice = chosen_of_step(generation, rounds, spare, step, show)
             batch, state, counted = rows_of_choice(generation, clock, show, state=state, step=step, choice=choice)
-        if generation.demonstrate is not None and not skipped:
-            batch = generation.demonstrate(batch, [example for part in chosen for example in part.examples])
+        if generation.demonstrate is not None and not choice.skipped:
+            batch = generation.demonstrate(batch, [example for part in choice.chosen for example in part.examples])
         if weights is not None:
             metrics["curriculum/passed_over"] = rounds[-1].end - begin - sum(part.sampled for part in rounds)
         return batch, {**state, "curriculum": measured}, metrics | counted
@@ -137,20 +137,6 @@ def sampling_rounds(
         room -= len(part.kept)
         left -= part.sampled
         first = False
-
-
-class StepChoice(NamedTuple):
-    """Rows that a step is trained on.
-
-    Attributes:
-      rounds: of its sampling.
-      chosen: prompts with their rows.
-      skipped: whether the step trains on nothing.
-    """
-
-    rounds: Sequence[SamplingRound]
-    chosen: Sequence[Chosen]
-    skipped: bool
 
 
 def rows_of_choice(

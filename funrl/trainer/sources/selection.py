@@ -61,6 +61,20 @@ class SamplingRound(NamedTuple):
     totals: Sequence[tuple[Totals, Totals]]
 
 
+class StepChoice(NamedTuple):
+    """Rows that a step is trained on.
+
+    Attributes:
+      rounds: of its sampling.
+      chosen: prompts with their rows.
+      skipped: whether the step trains on nothing.
+    """
+
+    rounds: Sequence[SamplingRound]
+    chosen: Sequence[Chosen]
+    skipped: bool
+
+
 def filtered_round(
     generation: Generation, prompts: SampledPrompts, end: int, replaced: Sequence[DroppedPrompt] = ()
 ) -> SamplingRound:
@@ -120,8 +134,8 @@ def chosen_of_step(
     spare: Sequence[SampledPrompts],
     step: int,
     show: Show,
-) -> tuple[list[Chosen], bool]:
-    """The rows that a step is trained on, or those of the spare prompts that can be; and whether to skip the step.
+) -> StepChoice:
+    """Choose the rows that a step is trained on, or those of the spare prompts that can be, and whether to skip it.
 
     Args:
       generation, show: as of the source.
@@ -144,13 +158,14 @@ def chosen_of_step(
             fixed = remote is not None and remote.refills and rescored  # --max_refills=1
             advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
             show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
-        return useful, False
+        return StepChoice(rounds, useful, False)
     rewarded = [chosen_rows(part, rewarded_samples(generation, part.rows, len(part.examples))) for part in spare]
     usable = any(chosen.examples for chosen in rewarded)
     if not usable and generation.episodes is None:
         count = sum(len(part.rows.owner) for part in spare)
         raise RewardError(f"a reward function failed on each of {count} completions; none is left to train on")
-    return rewarded, not usable or skips_empty(generation.selection.when_empty, step, sampled, show)
+    skipped = not usable or skips_empty(generation.selection.when_empty, step, sampled, show)
+    return StepChoice(rounds, rewarded, skipped)
 
 
 def join_chosen(parts: Sequence[Chosen]) -> Chosen:
