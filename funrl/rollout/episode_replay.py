@@ -110,7 +110,8 @@ def completion_of(turn: Node) -> Completion:
     numbers = turn.numbers
     tokens = torch.tensor(turn.tokens, dtype=torch.int64)
     logps = numbers.sampling_logp, numbers.raw_logp
-    return Completion(0, tokens, *logps, numbers.versions, finish=cast(Finish, turn.finish), routes=turn.routes)
+    completion = Completion(0, tokens, *logps, numbers.versions, finish=cast(Finish, turn.finish), routes=turn.routes)
+    return completion._replace(digests=numbers.digests)
 
 
 def _tokens_before(turn: Node) -> list[int]:

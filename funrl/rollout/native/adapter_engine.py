@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -45,6 +45,12 @@ class AdapterEngine:
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shards of the factors; see `Engine`."""
         return self.base.held_adapter(self.name)
+
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of the factors; see `Engine`."""
+        loaded = self.base.adapters[self.name].loaded
+        if loaded is not None:
+            loaded.take(digests)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if the engine could never complete one of the requests."""

@@ -17,6 +17,7 @@ from funrl.models.lora import trained_part, with_lora
 from funrl.models.model import Lora, Model
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.engine import WeightSpec
+from funrl.rollout.load_digest import LoadDigest
 
 
 class LoadedAdapter(NamedTuple):
@@ -27,12 +28,14 @@ class LoadedAdapter(NamedTuple):
       lora: its rank, scale and targets.
       weights: the form in which its factors are taken.
       version: of its factors.
+      loaded: digest of its factors and of their base; None: it is not recorded.
     """
 
     number: int
     lora: Lora
     weights: WeightSpec
     version: int
+    loaded: LoadDigest | None = None
 
     def shaped(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Factors whose dims are merged, as they were loaded."""

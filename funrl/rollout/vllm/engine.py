@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.load_digest import LoadDigest, all_digests
 from funrl.rollout.requests import Completion, Finish, Request, check_requests, logits_error
 from funrl.rollout.vllm.contract import VLLM_DEFAULTS, Core, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
@@ -31,6 +32,7 @@ class PartialCompletion:
     Attributes:
       request: as it was submitted.
       tokens, sampling_logp, raw_logp, versions: as in `Completion`.
+      digests: of the weights that sampled each token; empty where they are not recorded.
       inside: whether vLLM holds it.
     """
 
@@ -39,6 +41,7 @@ class PartialCompletion:
     sampling_logp: list[float]
     raw_logp: list[float]
     versions: list[int]
+    digests: list[LoadDigest | int] = dataclasses.field(default_factory=list)
     inside: bool = False
 
     @property
@@ -56,6 +59,7 @@ class VLLMEngine:
     Attributes:
       weights, version, paused: as in `Engine`; names and shapes are those of Hugging Face files.
       core: vLLM.
+      record_digests: whether completions have the digests of the weights that sampled their tokens.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class VLLMEngine:
         self.core = core
         self.version = None
         self.paused = False
+        self.record_digests = False
+        self._loaded = LoadDigest(weights, self.held_weights)
         self._config = config
         self._max_rows = max_rows
         self._decode = decode
@@ -90,12 +96,17 @@ class VLLMEngine:
         self.core.reload(whole)
         if whole.error is not None:
             raise whole.error
+        self._loaded = LoadDigest(self.weights, self.held_weights)
         self.version = version
 
-    def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights that vLLM holds unpacked; on a CPU it packs those of matrix products. See `Engine`."""
+    def held_weights(self) -> Iterable[tuple[str, Tensor | int | None]]:
+        """Weights that vLLM holds; of those in a server the digests. See `Engine`."""
         held = dict(self.core.held())
         return ((name, held.get(name)) for name, _ in self.weights.names.values())
+
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of the weights; see `Engine`."""
+        self._loaded.take(digests)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if this engine could never complete one of the requests."""
@@ -113,6 +124,8 @@ class VLLMEngine:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
                 )
+                if self.record_digests:
+                    sequence.digests = all_digests(request.begun)
 
     def step(self) -> list[Completion]:
         """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
@@ -124,6 +137,8 @@ class VLLMEngine:
             self._generation = self.core.generation
             for sequence in self._sequences.values():
                 sequence.inside = False
+        if self.record_digests:
+            self._loaded.read()
         outside = [sequence for sequence in self._sequences.values() if not sequence.inside]
         self.core.add([_core_request(sequence) for sequence in outside])
         for sequence in outside:
@@ -167,7 +182,8 @@ class VLLMEngine:
 
     def resume(self) -> None:
         """Allow `step` again after `pause`."""
-        self.core.wake()
+        if self.core.wake():
+            self._loaded = LoadDigest(self.weights, self.held_weights)
         self.paused = False
 
     def cost(self) -> EngineCost:
@@ -213,6 +229,8 @@ class VLLMEngine:
             sequence.sampling_logp.append(sampling_logp)
             sequence.raw_logp.append(raw_logp)
             sequence.versions.append(self.version or 0)
+            if self.record_digests:
+                sequence.digests.append(self._loaded)
             self._decoded += 1
             if finish := self._finish(sequence):
                 self.core.drop(
@@ -246,9 +264,13 @@ class VLLMEngine:
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
         tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (sequence.tokens, sequence.versions))
-        return Completion(
+        done = Completion(
             sequence.request.number, tokens, sampling_logp, raw_logp=raw_logp, versions=versions, finish=finish
         )
+        if not self.record_digests:
+            return done
+        numbers = [x if isinstance(x, int) else x.number for x in sequence.digests]
+        return done._replace(digests=torch.tensor(numbers, dtype=torch.int64))
 
 
 class WholeWeights:
@@ -312,7 +334,7 @@ def vllm_engine(
 def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     """The form in which vLLM takes weights: whole on every rank, by Hugging Face names, one by one."""
     split = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
-    return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True)
+    return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True, signed_zeros=False)
 
 
 def _core_request(sequence: PartialCompletion) -> CoreRequest:
