@@ -17,7 +17,6 @@ from funrl.models.model import Model
 
 def quantize_layers(params: trees.Tree) -> trees.Tree:
     """The layers of a tree of weights with their projections as `RowScaled`; other leaves are the same tensors."""
-
     return trees.map_named(quantize_leaf, {"layers": params["layers"]})["layers"]
 
 

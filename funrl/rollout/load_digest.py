@@ -1,8 +1,8 @@
 """Digest of the weights that tokens are sampled with: one number of 64 bits, from the engine's own tensors.
 
-The digest of a tree of named weights is the sum, modulo 2^64, of the digests of its weights (`certificate.digest`), each
-times an odd key of its name and dtype. Like these it is a sum over parts: a rank adds up one number for the parts that
-it holds, and the ranks that share a model add theirs, 8 bytes a load. The trainer takes the same number of its own
+The digest of a tree of named weights is the sum, modulo 2^64, of the digests of its weights (`certificate.digest`),
+each times an odd key of its name and dtype. Like these it is a sum over parts: a rank adds up one number for the parts
+that it holds, and the ranks that share a model add theirs, 8 bytes a load. The trainer takes the same number of its own
 weights, in the form that the engine takes them, when it publishes a version.
 
 A replica whose ranks hold different copies of a part gets another number than the trainer's: the difference of each

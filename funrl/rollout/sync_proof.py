@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from funrl.rollout.certificate import Digests
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from funrl.rollout.elsewhere import Compared, Digests
+from funrl.rollout.engine import WeightSpec
+from funrl.rollout.load_digest import joined_digest, tree_digest
 
 READ_AFTER = 32  # iterations of the engine, the same on the ranks of a replica, that digests may take
+PUBLISHED = 1024  # newest versions of a policy whose digests are kept; older tokens are foreign
+
+
+class PolicyProof(NamedTuple):
+    """Digests of a policy after a sync, and of what.
+
+    Attributes:
+      digests: to be compared.
+      weights: the form in which its engine takes weights.
+      version: of the sync.
+    """
+
+    digests: Digests
+    weights: WeightSpec
+    version: int
 
 
 class SyncProof:
@@ -13,17 +33,23 @@ class SyncProof:
     The comparison is collective: every rank reads it after `READ_AFTER` iterations of its engine on completions to
     train on, or when it has none left; after an evaluation or episodes when these are written. In any case that is
     before rows of these weights are used.
+
+    Attributes:
+      base: digest of the weights that the policy's adapters stand on, once they have been compared.
+      published: of each policy, the digests of the weights that engines were given, with their versions.
     """
 
     def __init__(self) -> None:
         """Begin without a sync to prove."""
-        self._digests: Digests | None = None
+        self.base: int | None = None
+        self.published: dict[str, dict[int, int]] = {}
+        self._proofs: Mapping[str, PolicyProof] = {}
         self._iterations = 0
         self._metrics: dict[str, float] = {}
 
-    def begin(self, digests: Digests) -> None:
-        """Take the digests of a sync, which are being computed."""
-        self._digests = digests
+    def begin(self, proofs: Mapping[str, PolicyProof]) -> None:
+        """Take the digests of a sync by the names of the policies, which are being computed."""
+        self._proofs = proofs
         self._iterations = 0
 
     def iterated(self) -> None:
@@ -42,13 +68,46 @@ class SyncProof:
         Raises:
           SyncError: the engine does not hold the trainer's weights; raised on every rank.
         """
-        digests = self._digests
-        if digests is not None and digests.ready():
-            self._digests = None
-            self._metrics = {"sync/verified": float(digests.compare())}
+        if self._proofs and all(proof.digests.ready() for proof in self._proofs.values()):
+            self.complete()
+
+    def complete(self) -> bool:
+        """Wait for the digests and compare them; returns whether all weights could be read. As `settle`."""
+        proofs, self._proofs = self._proofs, {}
+        whole = True
+        for name, proof in proofs.items():
+            compared = proof.digests.compare()
+            whole &= compared.whole
+            self._publish(name, proof, compared)
+        self._metrics = {"sync/verified": float(whole)}
+        return whole
+
+    def _publish(self, name: str, proof: PolicyProof, compared: Compared) -> None:
+        number = tree_digest(compared.digests, proof.weights)
+        if proof.weights.adapters:
+            assert self.base is not None, "adapters are published after their base"
+            number = joined_digest(self.base, number)
+        known = self.published.setdefault(name, {})
+        known.pop(number, None)  # the order is that of the versions
+        known[number] = proof.version
+        if len(known) > PUBLISHED:
+            del known[next(iter(known))]
+
+    def published_lists(self) -> dict[str, list[tuple[int, int]]]:
+        """`published` as JSON has it: (digest, version) pairs."""
+        return {name: list(known.items()) for name, known in self.published.items()}
+
+    def restore(self, lists: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Take what a run had published, of `published_lists`."""
+        self.published = published_of(lists)
 
     def take(self) -> dict[str, float]:
         """Metrics of the comparisons since the last call."""
         metrics = self._metrics
         self._metrics = {}
         return metrics
+
+
+def published_of(lists: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, dict[int, int]]:
+    """Digests and their versions, by policy, of `SyncProof.published_lists`."""
+    return {name: dict(map(tuple, pairs)) for name, pairs in lists.items()}

@@ -26,9 +26,10 @@ from funrl.trainer.sources.selection import check_usable, nothing_learned
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.foreign_rows import without_foreign_rows
 from funrl.trainer.steps.learn import UpdateMonitor, learn_per_agent
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
-from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import State, sums_over_episodes, weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
@@ -70,6 +71,12 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
     group = rows.batch.get("group")
     to, epoch = scoring_ranks(job, trainer.parts, rows.lengths, group, state.step + 1, units)
     rows = trainer.source.move(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
+    if isinstance(trainer.parts, GeneratingParts):
+        parts = trainer.parts
+        drop = job.settings.engines.foreign_rows == "drop"
+        published = parts.generator.proof.published
+        rows, foreign = without_foreign_rows(rows, published, parts.agents, policy=parts.main_role, drop=drop)
+        metrics |= foreign
     return rows, state._replace(source=source), metrics
 
 

@@ -25,13 +25,19 @@ ALL = (NATIVE, VLLM, SERVER)
 FAULTS = {
     "stale_weights": PlantedFault("the load reports a new version and leaves the old weights", ALL),
     "stale_adapter": PlantedFault("the factors of an adapter are those of an earlier step", (NATIVE,)),
-    "stale_merge": PlantedFault("the weights are new, and the adapter merged into them is that of an earlier step", ALL),
+    "stale_merge": PlantedFault(
+        "the weights are new, and the adapter merged into them is that of an earlier step", ALL
+    ),
     "merged_twice": PlantedFault("an adapter is merged into weights that have it already", ALL),
     "slept_with_old_weights": PlantedFault("the engine sleeps, takes weights, and wakes with those from before", ALL),
     "swapped_layers": PlantedFault("two layers have each other's weights", ALL),
     "scale_not_sent": PlantedFault("weights in 8 bits are new, and their scales are old", (NATIVE,)),
-    "patch_on_wrong_base": PlantedFault("changed numbers are written into other weights than they were taken from", ALL),
-    "old_shard_of_a_rank": PlantedFault("one tensor rank of a replica has the shards of an earlier step", (NATIVE, VLLM)),
+    "patch_on_wrong_base": PlantedFault(
+        "changed numbers are written into other weights than they were taken from", ALL
+    ),
+    "old_shard_of_a_rank": PlantedFault(
+        "one tensor rank of a replica has the shards of an earlier step", (NATIVE, VLLM)
+    ),
     "interrupted_load": PlantedFault("a load ends half-way: some layers are new, the others old", ALL),
     "other_weights_after_resume": PlantedFault("a resumed run's engine has the weights that the run began with", ALL),
     "second_policy": PlantedFault("the engine of one policy has the weights of another", ALL),

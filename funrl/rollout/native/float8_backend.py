@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.fused_decode import rounded_rows_error
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run
-from funrl.models.float8_weights import quantize_leaf, quantize_layers, quantizes_all
+from funrl.models.float8_weights import quantize_layers, quantize_leaf, quantizes_all
 from funrl.models.lora import with_adapters
 from funrl.models.model import Inputs, ModelCache
 from funrl.rollout.native.backends import NO_ADAPTER, TorchBackend, copy_into

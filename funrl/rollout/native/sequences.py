@@ -112,7 +112,8 @@ class RunningSequences:
         if self.records_kept:
             sequence.kept = [] if begun is None else self._kept_before(begun)
         if digest is not None:
-            sequence.digests = [*([] if begun is None else digests_before(begun)), (len(sequence.text) - len(prompt), digest)]
+            before = [] if begun is None else digests_before(begun)
+            sequence.digests = [*before, (len(sequence.text) - len(prompt), digest)]
         sequence.known_before = request.computed
         sequence.adapter = adapter
         self._owns |= request.owned is not None

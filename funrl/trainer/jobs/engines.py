@@ -22,7 +22,7 @@ from funrl.models.model import Layer
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.engine_abilities import ENGINES
-from funrl.rollout.hf_engine import hf_engine, hf_weights
+from funrl.rollout.hf_engine import HFEngine, hf_engine, hf_weights
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
@@ -34,7 +34,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm
-from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
+from funrl.rollout.vllm.engine import VLLMEngine, vllm_engine, vllm_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import driven_generate_sizes, replica_sizes
 from funrl.trainer.lowered.backend import decodes_in_jax, make_engine_backend
@@ -88,6 +88,7 @@ def native_options(job: Job) -> NativeOptions:
         speculate=engines.speculate,
         record_routes=job.settings.routers.router_replay,
         record_kept=job.settings.sampling.mask_replay,
+        record_digests=engines.verify_sync,
         snapshot_tokens=engines.state_snapshot_tokens,
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,
@@ -225,6 +226,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)._replace(mesh=replicas)
     engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
+    if isinstance(engine, HFEngine | VLLMEngine):
+        engine.record_digests = job.settings.engines.verify_sync
     if isinstance(engine, NativeEngine) and (lora := added_adapters(policy.model)):
         base = AdaptedBase(engine, _plan_to(engine.weights, placed.stored, placed.mesh, job))
         adapted = AdapterEngine(engine, job.main_role, lora)

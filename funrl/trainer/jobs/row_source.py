@@ -234,6 +234,7 @@ def generation_of(
         form=RowForm(
             pad=job.pad,
             versions=settings.asynchrony.staleness > 0,
+            digests=settings.engines.verify_sync,
             kept=settings.sampling.mask_replay,
             choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
@@ -262,7 +263,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     versions = in_parts or job.settings.asynchrony.staleness > 0
     owned = None if job.model.owned is None else job.model.owned.none
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
-    form = form._replace(pictures=picture_form_of(job.tokenizer))
+    form = form._replace(pictures=picture_form_of(job.tokenizer), digests=job.settings.engines.verify_sync)
     log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(environment, chat, limits, form, models=models, log=log, source_of=source_of(job.task.prompts))
 

@@ -33,6 +33,7 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import greedy_of, greedy_requests, held_shards
 from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.engine import Engine
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.policy import RunEndingError
@@ -319,7 +320,9 @@ class GroupWriter:
         assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
         self.take_version(request.version)
         if isinstance(request, DigestsRequest):
-            return engine_digests(self._generator.whole if request.base else self._generator.engine)
+            generator = self._generator
+            own = generator.whole if request.base else generator.engine
+            return engine_digests(cast(Engine, generator.further[request.model]) if request.model else own)
         if isinstance(request, GreedyRequest):
             return self._greedy(request)
         return self._begin_evaluation(request)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -295,8 +295,8 @@ def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
     return episode.status == "done" and all(finish in ("stop", "string") for finish in last)
 
 
-def _fields_of(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
-    """Fields per token of this rank's rows."""
+def _fields_of(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Any]:
+    """Fields per token of this rank's rows, and the digests of their weights."""
     spans = [
         [Span(node.tokens, node.numbers if node in path.trained else None, node.routes) for node in path.nodes]
         for _, path in flat

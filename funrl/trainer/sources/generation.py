@@ -325,6 +325,7 @@ class RowForm(NamedTuple):
       raw: whether `rollout_logp` is of the model's own distribution, as where sampling is truncated or penalised; else
         of the one sampled from.
       versions: whether rows get the version of the weights that sampled each token.
+      digests: whether rows get the digests of the weights that sampled their tokens.
       choices: experts recorded for each token; 0: none.
       kept: whether rows get the tokens that truncated sampling could take; `rollout_logp` is then of these.
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
@@ -337,6 +338,7 @@ class RowForm(NamedTuple):
     dtype: torch.dtype = torch.float32
     raw: bool = False
     versions: bool = False
+    digests: bool = False
     choices: int = 0
     kept: bool = False
     owned: Mapping[str, Tensor] | None = None
@@ -384,7 +386,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     length_R = prompt_P.repeat_interleave(samples) + done.lengths
     prompts = [examples[number // samples] for number in done.own.tolist()]
     spans = [
-        [Span(prompt.tokens), Span(x.tokens, SampledNumbers(x.raw_logp, x.sampling_logp, x.versions), x.routes)]
+        [Span(prompt.tokens), Span(x.tokens, _numbers(x), x.routes)]
         for prompt, x in zip(prompts, done.completions, strict=True)
     ]
     scored = done.scores.shape[1] > 0
@@ -407,6 +409,10 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     return rows.declaring(KEPT_FIELDS).with_fields(**kept_fields(done.completions, prompts, device))
 
 
+def _numbers(done: Completion) -> SampledNumbers:
+    return SampledNumbers(done.raw_logp, done.sampling_logp, done.versions, done.digests)
+
+
 def kept_fields(
     completions: Sequence[Completion], prompts: Sequence[Example], device: torch.device
 ) -> dict[str, Tensor | Ragged]:
@@ -427,8 +433,12 @@ def kept_fields(
     return {"kept": Ragged(*(x.to(device) for x in lines)), "kept_counts": counts.to(device)}
 
 
-def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
-    """Fields per token of this rank's rows, right-padded to a multiple of 8 tokens."""
+def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.device) -> dict[str, Any]:
+    """Fields per token of this rank's rows, right-padded to a multiple of 8 tokens, and the digests of their weights.
+
+    Raises:
+      ValueError: the form has digests, and an engine has recorded none.
+    """
     longest = max((sum(len(span.tokens) for span in spans) for spans in rows), default=1)
     shape = (len(rows), math.ceil(longest / 8) * 8)
     tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
@@ -453,7 +463,29 @@ def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.de
         fields["version"] = version
     if form.choices:
         fields["routes"] = routes
-    return {name: x.to(device) for name, x in fields.items()}
+    on_device: dict[str, Any] = {name: x.to(device) for name, x in fields.items()}
+    if form.digests:
+        on_device["digests"] = Ragged(*(x.to(device) for x in digest_lines(rows)))
+    return on_device
+
+
+def digest_lines(rows: Sequence[Sequence[Span]]) -> Ragged:
+    """First token, version and digest of each run of tokens of one digest, of this rank's rows."""
+    lines = []
+    for spans in rows:
+        parts = [torch.zeros(0, 3, dtype=torch.int64)]
+        begin = 0
+        for span in spans:
+            if span.numbers is not None:
+                versions, digests = span.numbers.versions, span.numbers.digests
+                if digests is None:
+                    raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
+                place = torch.arange(len(digests))
+                first = (place == 0) | (digests != digests.roll(1)) | (versions != versions.roll(1))
+                parts.append(torch.stack([begin + place, versions, digests], 1)[first])
+            begin += len(span.tokens)
+        lines.append(torch.cat(parts))
+    return ragged(lines, torch.zeros(0, 3, dtype=torch.int64))
 
 
 def first_texts(

@@ -16,10 +16,13 @@ from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.lora import on_base
 from funrl.models.weight_dtypes import narrow_weights, weight_dtype
 from funrl.role_kinds import BASE
-from funrl.rollout.certificate import certify, compare_weights, sync_digests
+from funrl.rollout.certificate import probed, sync_digests
+from funrl.rollout.engine import Engine
+from funrl.rollout.load_digest import tree_digest
 from funrl.rollout.native.control_rows import ControlTotals
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.remote.engine import RemoteEngine
+from funrl.rollout.sync_proof import PolicyProof
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import AdaptedBase, GeneratingParts, Parts
@@ -201,17 +204,45 @@ def begin_proof(
     verifies = settings.engines.verify_sync
     if not isinstance(parts, GeneratingParts) or not (verifies or probes):
         return {}
-    generator = parts.generator
-    role = parts.roles[parts.main_role]
-    params = role.whole(state.roles[parts.main_role].params, frozen)
-    source = deployed(role.placed, params, merge=not generator.engine.weights.adapters)
+    proof = parts.generator.proof
+    engine = parts.generator.engine
     with clock.phase("verify"):
         if first and verifies:
             compare_base(parts, frozen)
-        if probes or source.merged or generator.engine.weights.streamed:
-            return certify(role.placed, params, generator.engine, state.version, verifies, probes)
-        generator.proof.begin(sync_digests(source, generator.engine, state.version))
-    return {}
+        sources = policy_sources(parts, state, frozen)
+        if verifies:
+            proof.begin(
+                {
+                    name: PolicyProof(sync_digests(source, to, state.version), to.weights, state.version)
+                    for name, (source, to) in sources.items()
+                }
+            )
+        if not (probes or engine.weights.streamed or any(source.merged for source, _ in sources.values())):
+            return {}
+        whole = verifies and proof.complete()
+        if not probes:
+            return proof.take()
+        proof.take()
+        role = parts.roles[parts.main_role]
+        params = role.whole(state.roles[parts.main_role].params, frozen)
+        return probed(role.placed, params, engine, state.version, whole=whole)
+
+
+def policy_sources(
+    parts: GeneratingParts, state: State, frozen: Mapping[str, trees.Tree]
+) -> dict[str, tuple[DeviceWeights, Engine]]:
+    """Weights of each policy as its engine has them, and that engine, by the policy's name.
+
+    Args:
+      frozen: weights of the roles that do not learn.
+    """
+    engines: dict[str, Engine] = {parts.main_role: parts.generator.engine, **parts.generator.policies}
+    sources = {}
+    for name, engine in engines.items():
+        role = parts.roles[name]
+        params = role.whole(state.roles[name].params, frozen)
+        sources[name] = deployed(role.placed, params, merge=not engine.weights.adapters), engine
+    return sources
 
 
 def compare_base(parts: GeneratingParts, frozen: Mapping[str, trees.Tree]) -> None:
@@ -222,7 +253,8 @@ def compare_base(parts: GeneratingParts, frozen: Mapping[str, trees.Tree]) -> No
     """
     base = parts.generator.base
     if base is not None:
-        compare_weights(base_weights(parts, frozen), base.engine, BASE_VERSION)
+        compared = sync_digests(base_weights(parts, frozen), base.engine, BASE_VERSION).compare()
+        parts.generator.proof.base = tree_digest(compared.digests, base.engine.weights)
 
 
 def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:
