@@ -47,6 +47,11 @@ class SyncProof:
         self._iterations = 0
         self._metrics: dict[str, float] = {}
 
+    @property
+    def begun(self) -> bool:
+        """True if the weights of some sync are proved, or are being so."""
+        return bool(self._proofs or self.published)
+
     def begin(self, proofs: Mapping[str, PolicyProof]) -> None:
         """Take the digests of a sync by the names of the policies, which are being computed."""
         self._proofs = proofs

@@ -71,13 +71,21 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
     group = rows.batch.get("group")
     to, epoch = scoring_ranks(job, trainer.parts, rows.lengths, group, state.step + 1, units)
     rows = trainer.source.move(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
-    if isinstance(trainer.parts, GeneratingParts):
-        parts = trainer.parts
-        drop = job.settings.engines.foreign_rows == "drop"
-        published = parts.generator.proof.published
-        rows, foreign = without_foreign_rows(rows, published, parts.agents, policy=parts.main_role, drop=drop)
-        metrics |= foreign
-    return rows, state._replace(source=source), metrics
+    rows, foreign = published_rows(trainer, state, rows)
+    return rows, state._replace(source=source), metrics | foreign
+
+
+def published_rows(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, dict[str, float]]:
+    """The rows that published weights sampled, and metrics, as `without_foreign_rows`. Collective."""
+    parts = trainer.parts
+    if not isinstance(parts, GeneratingParts) or rows.batch.get("digests") is None:
+        return rows, {}
+    proof = parts.generator.proof
+    if not proof.begun:  # the loop begins with a proof; other callers may have left it out
+        prove_sync(trainer, state, first=True)
+        proof.settle()
+    drop = trainer.job.settings.engines.foreign_rows == "drop"
+    return without_foreign_rows(rows, proof.published, parts.agents, policy=parts.main_role, drop=drop)
 
 
 def scoring_ranks(

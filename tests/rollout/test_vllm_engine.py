@@ -228,7 +228,7 @@ def test_the_certificate_sees_all_weights_of_vllm_also_those_that_it_packs():
     engine = KINDS["vllm"].engine(WIDE)
     metrics = certify(placed, params, engine, 7, probes=True)
     assert metrics["sync/verified"] == 1.0 and metrics["sync/probe_gap"] < 1e-4
-    for name in ("norm", "layers/0/mlp/up", "layers/1/mixer/q", "unembed"):
+    for name in ("norm", "layers/0/mlp/up", "layers/1/attn/q", "unembed"):
         spoiled = trees.from_named(params, [(n, x * 1.1 if n == name else x) for n, x in trees.named(params)])
         load(engine, spoiled)
         with pytest.raises(SyncError, match=f"{name} differs"):
