@@ -35,27 +35,25 @@ class SyncProof:
     before rows of these weights are used.
 
     Attributes:
+      version: of the newest sync whose proof has begun; None: of none.
       base: digest of the weights that the policy's adapters stand on, once they have been compared.
       published: of each policy, the digests of the weights that engines were given, with their versions.
     """
 
     def __init__(self) -> None:
         """Begin without a sync to prove."""
+        self.version: int | None = None
         self.base: int | None = None
         self.published: dict[str, dict[int, int]] = {}
         self._proofs: Mapping[str, PolicyProof] = {}
         self._iterations = 0
         self._metrics: dict[str, float] = {}
 
-    @property
-    def begun(self) -> bool:
-        """True if the weights of some sync are proved, or are being so."""
-        return bool(self._proofs or self.published)
-
     def begin(self, proofs: Mapping[str, PolicyProof]) -> None:
         """Take the digests of a sync by the names of the policies, which are being computed."""
         self._proofs = proofs
         self._iterations = 0
+        self.version = max(proof.version for proof in proofs.values())
 
     def iterated(self) -> None:
         """Count an iteration of the engine.

@@ -81,8 +81,8 @@ def published_rows(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, di
     if not isinstance(parts, GeneratingParts) or rows.batch.get("digests") is None:
         return rows, {}
     proof = parts.generator.proof
-    if not proof.begun:  # the loop begins with a proof; other callers may have left it out
-        prove_sync(trainer, state, first=True)
+    if proof.version != state.version:  # who calls the phases without the loop may leave the proof out
+        prove_sync(trainer, state, first=proof.version is None)
         proof.settle()
     drop = trainer.job.settings.engines.foreign_rows == "drop"
     return without_foreign_rows(rows, proof.published, parts.agents, policy=parts.main_role, drop=drop)

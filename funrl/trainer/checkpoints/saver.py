@@ -97,6 +97,7 @@ class Saver:
         """
         self.job = job
         self.settings = job.settings
+        self.parts = parts
         self.mesh = parts.mesh
         model = parts.roles[job.main_role].placed.model
         self.model = model if model.adapters is None else model.adapters.plain
