@@ -162,6 +162,11 @@ class SyncDigests(NamedTuple):
         """True: the engine takes weights at once."""
         return True
 
+    def whole_digests(self) -> dict[str, int]:
+        """Digests of the trainer's whole weights, by name. Collective."""
+        wait_for_digests(self.mesh.device)
+        return dict(zip(self.placed, psum(self.own_N5, self.mesh, AXES)[:, 0].tolist(), strict=False))
+
     def compare(self) -> Compared:
         """Wait for the digests and compare them. Collective; raises as `compare_weights`."""
         mesh = self.mesh

@@ -42,6 +42,10 @@ class Digests(Protocol):
         """True if the engine holds the weights by now. Collective."""
         ...
 
+    def whole_digests(self) -> dict[str, int]:
+        """Digests of the trainer's whole weights, by name. Collective over its ranks."""
+        ...
+
     def compare(self) -> Compared:
         """Compare them. Collective; raises as `certificate.compare_weights`."""
         ...

@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +24,10 @@ from funrl import trees
 from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import AXES, coordinates
 from funrl.models.weight_dtypes import weight_dtype
+from funrl.processes.device_memory import copy_to_device
 from funrl.rollout.certificate import beside, digest_parts, wait_for_digests
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.requests import Completion
-
-NO_DIGEST = 0  # of a token whose engine records none
 
 
 class LoadDigest:
@@ -75,14 +75,18 @@ class LoadDigest:
         layouts = dict(trees.named(self._spec.layouts))
         shared = _sharing_axes(self._spec)
         index = coordinates(mesh.sizes, mesh.rank)
-        total = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        for name, number in digests.items():
+        keys = []
+        for name in digests:
             axes = layouts[name].axes
             spare = [axis for axis in shared if axis not in axes]
             first = all(index[axis] == 0 for axis in spare)
             copies = math.prod(mesh.size(axis) for axis in spare)
             key = _key(name, self._spec) * first + _key(name, self._spec, "copies") * (1 - copies * first)
-            total += number.to(mesh.device) * _signed(key)
+            keys.append(_signed(key))
+        total = torch.zeros((), dtype=torch.int64, device=mesh.device)
+        if digests:
+            numbers = torch.stack(list(digests.values())).to(mesh.device)
+            total = (numbers * copy_to_device(torch.tensor(keys), mesh.device)).sum()
         if self._damage is not None:
             total += self._damage() * _signed(_key("damage", self._spec))
         self._own = total
@@ -120,10 +124,11 @@ def digests_of(parts: Sequence[tuple[int, LoadDigest | int]], count: int) -> Ten
       parts: first token and weights of each part, ascending.
       count: of the tokens.
     """
-    begins = [begin for begin, _ in parts]
-    lengths = [end - begin for begin, end in zip(begins, [*begins[1:], count], strict=True)]
-    numbers = [0 if not n else x if isinstance(x, int) else x.number for (_, x), n in zip(parts, lengths, strict=True)]
-    return torch.tensor(numbers).repeat_interleave(torch.tensor(lengths))
+    numbers = np.zeros(count, dtype=np.int64)
+    for begin, x in parts:
+        if begin < count:
+            numbers[begin:] = x if isinstance(x, int) else x.number
+    return torch.from_numpy(numbers)
 
 
 def digests_before(begun: Completion) -> list[tuple[int, LoadDigest | int]]:

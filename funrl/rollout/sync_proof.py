@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from funrl.rollout.elsewhere import Compared, Digests
+from funrl.rollout.elsewhere import Digests
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.load_digest import joined_digest, tree_digest
 
@@ -46,13 +46,16 @@ class SyncProof:
         self.base: int | None = None
         self.published: dict[str, dict[int, int]] = {}
         self._proofs: Mapping[str, PolicyProof] = {}
+        self._readable: dict[str, list[str]] = {}  # of each policy, the weights that its engine can show
         self._iterations = 0
+        self._early = False  # whether the newest digests are published, and are not compared yet
         self._metrics: dict[str, float] = {}
 
     def begin(self, proofs: Mapping[str, PolicyProof]) -> None:
         """Take the digests of a sync by the names of the policies, which are being computed."""
         self._proofs = proofs
         self._iterations = 0
+        self._early = False
         self.version = max(proof.version for proof in proofs.values())
 
     def iterated(self) -> None:
@@ -73,6 +76,12 @@ class SyncProof:
         """
         if self._proofs and all(proof.digests.ready() for proof in self._proofs.values()):
             self.complete()
+        elif not self._early:  # some replicas may sample by these weights already
+            self._early = True
+            for name, proof in self._proofs.items():
+                if name in self._readable:
+                    own = proof.digests.whole_digests()
+                    self._publish(name, proof, {weight: own[weight] for weight in self._readable[name]})
 
     def complete(self) -> bool:
         """Wait for the digests and compare them; returns whether all weights could be read. As `settle`."""
@@ -81,12 +90,13 @@ class SyncProof:
         for name, proof in proofs.items():
             compared = proof.digests.compare()
             whole &= compared.whole
-            self._publish(name, proof, compared)
+            self._readable[name] = list(compared.digests)
+            self._publish(name, proof, compared.digests)
         self._metrics = {"sync/verified": float(whole)}
         return whole
 
-    def _publish(self, name: str, proof: PolicyProof, compared: Compared) -> None:
-        number = tree_digest(compared.digests, proof.weights)
+    def _publish(self, name: str, proof: PolicyProof, digests: Mapping[str, int]) -> None:
+        number = tree_digest(digests, proof.weights)
         if proof.weights.adapters:
             assert self.base is not None, "adapters are published after their base"
             number = joined_digest(self.base, number)

@@ -34,7 +34,14 @@ from funrl.trainer.steps.roles import State, sums_over_episodes, weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, on_cpu
-from funrl.trainer.steps.sync import begin_proof, control_metrics, refresh_earlier_selves, sync, wait_for_proof
+from funrl.trainer.steps.sync import (
+    begin_proof,
+    control_metrics,
+    publish,
+    refresh_earlier_selves,
+    sync,
+    wait_for_proof,
+)
 
 
 class Trainer(NamedTuple):
@@ -82,8 +89,8 @@ def published_rows(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, di
         return rows, {}
     proof = parts.generator.proof
     if proof.version != state.version:  # who calls the phases without the loop may leave the proof out
-        prove_sync(trainer, state, first=proof.version is None)
-        proof.settle()
+        publish(parts, state, trainer.frozen)
+        proof.complete()
     drop = trainer.job.settings.engines.foreign_rows == "drop"
     return without_foreign_rows(rows, proof.published, parts.agents, policy=parts.main_role, drop=drop)
 

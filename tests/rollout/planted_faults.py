@@ -97,7 +97,7 @@ def moved(params, seed):
 
 def swapped(params):
     """The weights with two layers exchanged."""
-    return {**params, "layers": [params["layers"][1], params["layers"][0], *params["layers"][2:]]}
+    return {**params, "layers": (params["layers"][1], params["layers"][0], *params["layers"][2:])}
 
 
 def patched(new, old, base):

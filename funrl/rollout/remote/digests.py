@@ -71,6 +71,11 @@ class RemoteDigests(NamedTuple):
         """True if the engine's ranks hold the weights. Collective."""
         return self.held()
 
+    def whole_digests(self) -> dict[str, int]:
+        """Digests of the trainer's whole weights, by name. Collective over its ranks."""
+        names = [name for name, _ in trees.named(self.weights.layouts)]
+        return dict(zip(names, psum(self.own_N2, self.mesh, AXES)[:, 0].tolist(), strict=True))
+
     def compare(self) -> Compared:
         """Wait for the digests of both sides and compare them. Collective.
 

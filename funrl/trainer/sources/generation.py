@@ -471,21 +471,30 @@ def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.de
 
 def digest_lines(rows: Sequence[Sequence[Span]]) -> Ragged:
     """First token, version and digest of each run of tokens of one digest, of this rank's rows."""
-    lines = []
-    for spans in rows:
-        parts = [torch.zeros(0, 3, dtype=torch.int64)]
+    sampled = list[tuple[int, int, Tensor, Tensor]]()  # row, first token, versions and digests of a span
+    for row, spans in enumerate(rows):
         begin = 0
         for span in spans:
             if span.numbers is not None:
-                versions, digests = span.numbers.versions, span.numbers.digests
-                if digests is None:
+                if span.numbers.digests is None:
                     raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
-                place = torch.arange(len(digests))
-                first = (place == 0) | (digests != digests.roll(1)) | (versions != versions.roll(1))
-                parts.append(torch.stack([begin + place, versions, digests], 1)[first])
+                sampled.append((row, begin, span.numbers.versions, span.numbers.digests))
             begin += len(span.tokens)
-        lines.append(torch.cat(parts))
-    return ragged(lines, torch.zeros(0, 3, dtype=torch.int64))
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths = np.array([len(digests) for *_, digests in sampled], dtype=np.int64)
+    row_N, begin_N, place_N = (
+        np.repeat(np.array(x, dtype=np.int64), lengths)
+        for x in ([row for row, *_ in sampled], [begin for _, begin, *_ in sampled], np.cumsum(lengths) - lengths)
+    )
+    place_N = np.arange(len(place_N)) - place_N  # in its span
+    version_N = torch.cat([none, *(versions for _, _, versions, _ in sampled)]).numpy()
+    digest_N = torch.cat([none, *(digests for *_, digests in sampled)]).numpy()
+    changed_N = (np.diff(version_N, prepend=0) != 0) | (np.diff(digest_N, prepend=0) != 0)
+    first = np.flatnonzero((place_N == 0) | changed_N)
+    values = np.stack([begin_N[first] + place_N[first], version_N[first], digest_N[first]], 1)
+    counts = np.bincount(row_N[first], minlength=len(rows))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Ragged(torch.from_numpy(values), torch.from_numpy(offsets))
 
 
 def first_texts(

@@ -207,17 +207,8 @@ def begin_proof(
     proof = parts.generator.proof
     engine = parts.generator.engine
     with clock.phase("verify"):
-        if first and verifies:
-            compare_base(parts, frozen)
-        sources = policy_sources(parts, state, frozen)
-        if verifies:
-            proof.begin(
-                {
-                    name: PolicyProof(sync_digests(source, to, state.version), to.weights, state.version)
-                    for name, (source, to) in sources.items()
-                }
-            )
-        if not (probes or engine.weights.streamed or any(source.merged for source, _ in sources.values())):
+        moves = verifies and publish(parts, state, frozen)
+        if not (probes or moves):
             return {}
         whole = verifies and proof.complete()
         if not probes:
@@ -228,21 +219,28 @@ def begin_proof(
         return probed(role.placed, params, engine, state.version, whole=whole)
 
 
-def policy_sources(
-    parts: GeneratingParts, state: State, frozen: Mapping[str, trees.Tree]
-) -> dict[str, tuple[DeviceWeights, Engine]]:
-    """Weights of each policy as its engine has them, and that engine, by the policy's name.
+def publish(parts: GeneratingParts, state: State, frozen: Mapping[str, trees.Tree]) -> bool:
+    """Begin to compare the weights of each policy with its engine's; its digest is published when that has ended.
 
     Args:
       frozen: weights of the roles that do not learn.
+
+    Returns: whether the comparison has to end at once, as weights may move meanwhile.
     """
-    engines: dict[str, Engine] = {parts.main_role: parts.generator.engine, **parts.generator.policies}
-    sources = {}
+    generator = parts.generator
+    if generator.base is not None and generator.proof.base is None:
+        compare_base(parts, frozen)
+    engines: dict[str, Engine] = {parts.main_role: generator.engine, **generator.policies}
+    proofs: dict[str, PolicyProof] = {}
+    moves = False
     for name, engine in engines.items():
         role = parts.roles[name]
         params = role.whole(state.roles[name].params, frozen)
-        sources[name] = deployed(role.placed, params, merge=not engine.weights.adapters), engine
-    return sources
+        source = deployed(role.placed, params, merge=not engine.weights.adapters)
+        moves |= bool(source.merged) or engine.weights.streamed
+        proofs[name] = PolicyProof(sync_digests(source, engine, state.version), engine.weights, state.version)
+    generator.proof.begin(proofs)
+    return moves
 
 
 def compare_base(parts: GeneratingParts, frozen: Mapping[str, trees.Tree]) -> None:
