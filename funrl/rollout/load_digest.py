@@ -99,7 +99,7 @@ class LoadDigest:
         mesh = self._spec.mesh
         wait_for_digests(mesh.device)
         own = int(psum(self._own, mesh, _sharing_axes(self._spec)).item())
-        return own if self._base is None else joined_digest(self._base.number, own)
+        return own if self._base is None else adapted_digest(self._base.number, own)
 
 
 def tree_digest(digests: Mapping[str, int], spec: WeightSpec) -> int:
@@ -107,7 +107,7 @@ def tree_digest(digests: Mapping[str, int], spec: WeightSpec) -> int:
     return _signed(sum(_key(name, spec) * number for name, number in digests.items()))
 
 
-def joined_digest(base: int, adapter: int) -> int:
+def adapted_digest(base: int, adapter: int) -> int:
     """The digest of an adapter on a base, of the digests of both."""
     return _signed(base * _hash("base") + adapter)
 
@@ -144,10 +144,10 @@ def all_digests(begun: Completion) -> list[LoadDigest | int]:
     return begun.digests.tolist()
 
 
-def _sharing_axes(spec: WeightSpec) -> list[str]:
+def _sharing_axes(spec: WeightSpec) -> tuple[str, ...]:
     """Axes of the ranks that share a model: those that split some weight."""
     used = {axis for layout in trees.leaves(spec.layouts) for axis in layout.axes}
-    return [axis for axis in AXES if axis in used]
+    return tuple(axis for axis in AXES if axis in used)
 
 
 def _key(name: str, spec: WeightSpec, purpose: str = "weight") -> int:

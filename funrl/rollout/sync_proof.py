@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from funrl.rollout.elsewhere import Digests
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.load_digest import joined_digest, tree_digest
+from funrl.rollout.load_digest import adapted_digest, tree_digest
 
 READ_AFTER = 32  # iterations of the engine, the same on the ranks of a replica, that digests may take
 PUBLISHED = 1024  # newest versions of a policy whose digests are kept; older tokens are foreign
@@ -99,7 +99,7 @@ class SyncProof:
         number = tree_digest(digests, proof.weights)
         if proof.weights.adapters:
             assert self.base is not None, "adapters are published after their base"
-            number = joined_digest(self.base, number)
+            number = adapted_digest(self.base, number)
         known = self.published.setdefault(name, {})
         known.pop(number, None)  # the order is that of the versions
         known[number] = proof.version
@@ -110,7 +110,7 @@ class SyncProof:
         """`published` as JSON has it: (digest, version) pairs."""
         return {name: list(known.items()) for name, known in self.published.items()}
 
-    def restore(self, lists: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    def restore(self, lists: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Take what a run had published, of `published_lists`."""
         self.published = published_of(lists)
 
@@ -121,6 +121,6 @@ class SyncProof:
         return metrics
 
 
-def published_of(lists: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, dict[int, int]]:
+def published_of(lists: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, dict[int, int]]:
     """Digests and their versions, by policy, of `SyncProof.published_lists`."""
-    return {name: dict(map(tuple, pairs)) for name, pairs in lists.items()}
+    return {name: dict(pairs) for name, pairs in lists.items()}

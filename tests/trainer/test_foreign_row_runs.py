@@ -63,7 +63,7 @@ def test_a_row_of_other_weights_ends_the_run_and_what_it_learned_is_saved(how, m
     assert outcome.error is None and len(observer.steps) == 3
     exchanged(monkeypatch, 2)
     observer, outcome = train(**how)
-    assert isinstance(outcome.cause, ForeignRowError) and re.match(FOREIGN_ROW, outcome.error)
+    assert isinstance(outcome.cause, ForeignRowError) and re.match(FOREIGN_ROW, str(outcome.error))
     assert len(observer.steps) == 1 and observer.error == outcome.error and observer.params is not None
 
 
@@ -144,7 +144,7 @@ def test_saved_rows_are_replayed_if_they_are_the_saved_runs(tmp_path):
     record["published"]["policy"] = record["published"]["policy"][:1]
     path.write_text(json.dumps(record))
     _, outcome = train(source=replay_source(folder))
-    assert "row 0, token" in outcome.error and "that of the run was not published" in outcome.error
+    assert "row 0, token" in str(outcome.error) and "that of the run was not published" in str(outcome.error)
 
 
 @pytest.mark.parametrize("how", [{}, {"lora_rank": 2}])
@@ -172,7 +172,7 @@ def test_rows_of_several_versions_have_the_digest_of_each(how, tmp_path, monkeyp
     shutil.copytree(tmp_path, tmp_path / "copy")
     assert continued(6, resume=True) is None
     monkeypatch.setattr(SyncProof, "restore", lambda self, lists: None)
-    assert "of policy; that of the run was not published" in continued(6, tmp_path / "copy", resume=True)
+    assert "of policy; that of the run was not published" in str(continued(6, tmp_path / "copy", resume=True))
 
 
 def test_the_flag_needs_the_proof():

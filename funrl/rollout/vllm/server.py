@@ -220,7 +220,7 @@ class CoreServer(ThreadingHTTPServer):
         Raises:
           ValueError: a weight has another form than the model's.
         """
-        spec = spec_of(self.sizes)
+        spec = weight_spec_of(self.sizes)
         faults: list[str] = []
         parts = digest_parts(spec, core.held(), faults)
         if faults:
@@ -354,7 +354,7 @@ def request_of(fields: Answer) -> CoreRequest:
     return CoreRequest(**{**fields, "sampling": Sampling(**parameters)})
 
 
-def spec_of(message: Answer) -> WeightSpec:
+def weight_spec_of(message: Answer) -> WeightSpec:
     """The form of the weights of the model whose sizes are in a message."""
     return vllm_weights(decoder_model(config_from_hf(message["config"])), single(), getattr(torch, message["dtype"]))
 

@@ -65,9 +65,9 @@ def read_weight(module: Any, name: str, tied: bool) -> Tensor | None:
       RuntimeError: the packed copy of an embedding that is the unembedding differs from it.
     """
     path, _, kind = name.rpartition(".")
-    layer = module.get_submodule(path) if _has_module(module, path) else None
+    layer: Any = dict(module.named_modules()).get(path)
     held = getattr(layer, kind, None)
-    if kind != "weight" or not hasattr(layer, "cpu_linear") or held is None:
+    if layer is None or held is None or kind != "weight" or not hasattr(layer, "cpu_linear"):
         return held
     width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
     pieces = torch.eye(width, dtype=held.dtype).split(UNIT_ROWS)
@@ -77,10 +77,6 @@ def read_weight(module: Any, name: str, tied: bool) -> Tensor | None:
     if tied and not torch.equal(packed, held):
         raise RuntimeError(f"vLLM's packed copy of {name}, by which it takes logits, has other numbers")
     return held
-
-
-def _has_module(module: Any, path: str) -> bool:
-    return any(path == name for name, _ in module.named_modules())
 
 
 def unfused(model: Model, held: Callable[[str], Tensor | None], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:

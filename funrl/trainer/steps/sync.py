@@ -230,7 +230,7 @@ def publish(parts: GeneratingParts, state: State, frozen: Mapping[str, trees.Tre
     generator = parts.generator
     if generator.base is not None and generator.proof.base is None:
         compare_base(parts, frozen)
-    engines: dict[str, Engine] = {parts.main_role: generator.engine, **generator.policies}
+    engines = {parts.main_role: generator.engine} | cast(dict[str, Engine], dict(generator.policies))
     proofs: dict[str, PolicyProof] = {}
     moves = False
     for name, engine in engines.items():
