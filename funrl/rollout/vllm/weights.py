@@ -65,11 +65,15 @@ def read_weight(module: Any, name: str, tied: bool) -> Tensor | None:
       RuntimeError: the packed copy of an embedding that is the unembedding differs from it.
     """
     path, _, kind = name.rpartition(".")
-    layer: Any = dict(module.named_modules()).get(path)
+    try:
+        layer = module.get_submodule(path)
+    except AttributeError:
+        return None
     held = getattr(layer, kind, None)
-    if layer is None or held is None or kind != "weight" or not hasattr(layer, "cpu_linear"):
+    if held is None or kind != "weight" or not hasattr(layer, "cpu_linear"):
         return held
-    width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = next(getattr(layer, size) for size in sizes if hasattr(layer, size))
     pieces = torch.eye(width, dtype=held.dtype).split(UNIT_ROWS)
     packed = torch.cat([layer.cpu_linear(piece, held, None) for piece in pieces]).T
     if not path.endswith(("embed_tokens", "embedding")):
@@ -89,7 +93,7 @@ def unfused(model: Model, held: Callable[[str], Tensor | None], tensor: int = 1)
       tensor: ranks over which vLLM splits all weights except most norms; with several, only whole norms can be read.
     """
     shapes = dict(names_of(model).values())
-    read = functools.lru_cache(maxsize=1)(held)  # one after another come the parts of a matrix
+    read = functools.lru_cache(maxsize=4)(held)  # the parts of a matrix come near each other
     for ours, (name, shape) in names_of(model).items():
         if ours.startswith(f"{VISION}/"):
             x = held(name.removeprefix("model."))
