@@ -22,7 +22,7 @@ from funrl.models.model import Layer
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.engine_abilities import ENGINES
-from funrl.rollout.hf_engine import HFEngine, hf_engine, hf_weights
+from funrl.rollout.hf_engine import hf_engine, hf_weights
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
@@ -34,7 +34,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm
-from funrl.rollout.vllm.engine import VLLMEngine, vllm_engine, vllm_weights
+from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import driven_generate_sizes, replica_sizes
 from funrl.trainer.lowered.backend import decodes_in_jax, make_engine_backend
@@ -121,7 +121,9 @@ def _make_native(job: Job, place: EnginePlace) -> Engine:
 
 
 def _make_vllm(job: Job, place: EnginePlace) -> Engine:
-    return vllm_engine(place.model, place.mesh, job.dtype, options=_vllm_options(job, place.mesh))
+    engine = vllm_engine(place.model, place.mesh, job.dtype, options=_vllm_options(job, place.mesh))
+    engine.record_digests = job.settings.engines.verify_sync
+    return engine
 
 
 def _make_vllm_client(job: Job, place: EnginePlace) -> Engine:
@@ -129,11 +131,15 @@ def _make_vllm_client(job: Job, place: EnginePlace) -> Engine:
     mesh = place.mesh
     url = parts(engines.engine_url)[int(mesh.index(mesh.row_axes))]
     timeout_s = engines.engine_timeout or ENGINE_TIMEOUT_S
-    return vllm_client(url, place.model, mesh, job.dtype, options=_vllm_options(job, mesh), timeout_s=timeout_s)
+    engine = vllm_client(url, place.model, mesh, job.dtype, options=_vllm_options(job, mesh), timeout_s=timeout_s)
+    engine.record_digests = job.settings.engines.verify_sync
+    return engine
 
 
 def _make_hf(job: Job, place: EnginePlace) -> Engine:
-    return hf_engine(place.model, place.mesh, job.dtype)
+    engine = hf_engine(place.model, place.mesh, job.dtype)
+    engine.record_digests = job.settings.engines.verify_sync
+    return engine
 
 
 def _check_native(settings: Settings, model: Model, mesh: Mesh) -> None:
@@ -226,8 +232,6 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)._replace(mesh=replicas)
     engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
-    if isinstance(engine, HFEngine | VLLMEngine):
-        engine.record_digests = job.settings.engines.verify_sync
     if isinstance(engine, NativeEngine) and (lora := added_adapters(policy.model)):
         base = AdaptedBase(engine, _plan_to(engine.weights, placed.stored, placed.mesh, job))
         adapted = AdapterEngine(engine, job.main_role, lora)
