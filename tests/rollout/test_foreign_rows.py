@@ -1,5 +1,6 @@
 """Planted faults by which the native engine samples with another policy than the published one: its digests tell."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ from funrl import trees
 from funrl.mesh import rules
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
-from funrl.models import decoder_config, decoder_model
+from funrl.models import decoder_config, decoder_model, place
+from funrl.models.deployed import deployed
 from funrl.models.lora import trained_part
+from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import complete
 from funrl.rollout.load_digest import LoadDigest, adapted_digest
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.remote.digests import RemoteDigests, engine_digests, trained_digests
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.sync_proof import PolicyProof, SyncProof
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 64}
 CONFIG = decoder_config(**SMALL)
@@ -179,3 +184,26 @@ def test_the_tokens_of_a_completion_have_the_digests_of_their_own_weights():
     assert set(versions) == {1, 2, 3}
     assert completion.digests is not None
     assert completion.digests.tolist() == [ours[version - 1] for version in versions]
+
+
+def test_weights_that_only_some_replicas_hold_are_published_before_they_are_compared():
+    """Rows of a replica that is ahead of the others are not foreign."""
+    engine = load(engine_of(), STEPS.old, 1)
+    proof = SyncProof()
+
+    def begin(params, version, held):
+        source = deployed(place(STEPS.model), params)
+        own = trained_digests(source, engine.weights)
+        theirs = functools.partial(engine_digests, engine)
+        ranks = source.stored, engine.weights
+        digests = RemoteDigests(version, source.mesh, *ranks, own_N2=own, engine=theirs, held=lambda: held)
+        proof.begin({"policy": PolicyProof(digests, engine.weights, version)})
+        proof.settle()
+
+    begin(STEPS.old, 1, held=True)
+    assert proof.take() == {"sync/verified": 1.0}
+    begin(STEPS.new, 2, held=False)
+    ours = [published(x, engine.weights, STEPS.model) for x in (STEPS.old, STEPS.new)]
+    assert proof.take() == {} and proof.published == {"policy": {ours[0]: 1, ours[1]: 2}}
+    with pytest.raises(SyncError, match="do not hold the trainer's weights: the version is 1"):
+        proof.complete()

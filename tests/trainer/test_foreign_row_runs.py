@@ -12,10 +12,14 @@ from funrl import trees
 from funrl.kinds import Ragged
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
+from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.remote.engine import DigestsRequest
 from funrl.rollout.sync_proof import SyncProof
 from funrl.trainer import loop, phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.checkpoints.saved_rows import open_rows, read_rows
+from funrl.trainer.placement.generate import GroupWriter
+from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay, replay_source
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.steps.foreign_rows import FOREIGN, ForeignRowError
@@ -26,7 +30,7 @@ FOREIGN_ROW = (
 )
 
 
-def other_weights(engine, change=1e-9):
+def other_weights(engine, change=1e-3):
     """The weights that an engine holds, one number of them changed."""
     held = {name: x.clone() for name, x in engine.held_weights()}
     next(iter(held.values())).view(-1)[3] += change
@@ -173,6 +177,36 @@ def test_rows_of_several_versions_have_the_digest_of_each(how, tmp_path, monkeyp
     assert continued(6, resume=True) is None
     monkeypatch.setattr(SyncProof, "restore", lambda self, lists: None)
     assert "of policy; that of the run was not published" in str(continued(6, tmp_path / "copy", resume=True))
+
+
+@pytest.mark.gloo
+def test_rows_of_generator_ranks_are_found_though_the_proof_of_the_sync_is_right(monkeypatch):
+    """The engine samples by other weights, and has the right ones again when its digests are asked for."""
+    load, answer = NativeEngine.load, GroupWriter.answer
+    right = {}
+
+    def load_others(self, named_weights, version=0):
+        load(self, named_weights, version)
+        if version == 2:
+            right.update((name, x.clone()) for name, x in self.held_weights())
+            load(self, other_weights(self), 2)
+
+    def answer_rightly(self, request):
+        if isinstance(request, DigestsRequest) and request.version == 2:
+            load(self.engine, right.items(), 2)
+        return answer(self, request)
+
+    def program(mesh):
+        observer = Quiet()
+        outcome = run_rank(job, mesh, observer)
+        return len(observer.steps), outcome.error
+
+    job = small_job(GRPO, dtype="float32", place="train:dp1 generate:dp1", steps=3, eval_every=4)
+    assert launch(program, job.launched, "cpu") == (3, None)
+    monkeypatch.setattr(NativeEngine, "load", load_others)
+    monkeypatch.setattr(GroupWriter, "answer", answer_rightly)
+    steps, error = launch(program, job.launched, "cpu")
+    assert steps == 1 and re.match(FOREIGN_ROW, str(error))
 
 
 def test_the_flag_needs_the_proof():
