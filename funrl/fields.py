@@ -311,6 +311,13 @@ FIELDS = Schema(
         dtype="int",
         example=_mask_as_int,
     ),
+    digests=Field(
+        "ragged",
+        "source",
+        "first token, version and digest of the weights that sampled it and those after it, for each run of tokens "
+        "(--foreign_rows)",
+        dtype="int",
+    ),
     stale=Field(
         "token",
         "source",

@@ -65,6 +65,7 @@ class SharedKeywords(TypedDict, total=False):
     rollout_dtype: TextValue
     state_snapshot_tokens: WholeValue
     queue: TextValue
+    foreign_rows: TextValue
     max_new_tokens: WholeValue | None
 
 class TrainKeywords(SharedKeywords, total=False):

@@ -17,14 +17,15 @@ from funrl.models.model import Model
 
 def quantize_layers(params: trees.Tree) -> trees.Tree:
     """The layers of a tree of weights with their projections as `RowScaled`; other leaves are the same tensors."""
+    return trees.map_named(quantize_leaf, {"layers": params["layers"]})["layers"]
 
-    def quantized(name: str, x: Tensor) -> Tensor | RowScaled:
-        form = float8_format(x.device.type)
-        if isinstance(form, str) or not _is_quantized(name, x.shape):
-            return x
-        return quantize_rows(x.detach(), _out_dims_of(name, x.shape), form)
 
-    return trees.map_named(quantized, {"layers": params["layers"]})["layers"]
+def quantize_leaf(name: str, x: Tensor) -> Tensor | RowScaled:
+    """A weight of that name in 8 bits if it is a projection of a layer; else the same tensor."""
+    form = float8_format(x.device.type)
+    if isinstance(form, str) or not _is_quantized(name, x.shape):
+        return x
+    return quantize_rows(x.detach(), _out_dims_of(name, x.shape), form)
 
 
 def quantized_bytes(layouts: trees.Tree) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funrl.models.model import Lora
 from funrl.rollout.engine import Engine, EngineCost, WeightSpec
+from funrl.rollout.load_digest import LoadDigest
 from funrl.rollout.requests import Completion, Request
 
 
@@ -20,12 +21,14 @@ class LoadedAdapter(NamedTuple):
       lora: its rank, scale and targets.
       weights: the form in which its factors are taken.
       version: of its factors.
+      loaded: digest of its factors and of their base; None: it is not recorded.
     """
 
     number: int
     lora: Lora
     weights: WeightSpec
     version: int
+    loaded: LoadDigest | None = None
 
 
 class AdaptingEngine(Engine, Protocol):
@@ -86,6 +89,12 @@ class AdapterEngine:
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
         """This rank's shards of the factors; see `Engine`."""
         return self.base.held_adapter(self.name)
+
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of the factors; see `Engine`."""
+        loaded = self.base.adapters[self.name].loaded
+        if loaded is not None:
+            loaded.take(digests)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if the engine could never complete one of the requests."""

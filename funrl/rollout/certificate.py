@@ -26,7 +26,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +45,8 @@ from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.placed import Placed
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.processes.device_memory import copy_to_device
-from funrl.rollout.elsewhere import Digests, Greedy, OfOtherRanks
-from funrl.rollout.engine import Engine, complete
+from funrl.rollout.elsewhere import Compared, Digests, Greedy, OfOtherRanks
+from funrl.rollout.engine import Engine, WeightSpec, complete
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -98,8 +98,16 @@ def certify(
     """
     source = deployed(placed, params, merge=not engine.weights.adapters)
     whole = digests and compare_weights(source, engine, version)
-    if not probes:
-        return {"sync/verified": float(whole)}
+    return probed(placed, params, engine, version, whole=whole) if probes else {"sync/verified": float(whole)}
+
+
+def probed(placed: Placed, params: trees.Tree, engine: Engine, version: int, *, whole: bool) -> dict[str, float]:
+    """Probe the engine; the metrics of `certify`.
+
+    Args:
+      placed, params, engine, version: as in `certify`.
+      whole: whether all weights have been compared.
+    """
     gap = probe_gap(placed, params, engine)
     rounded = FLOAT8 if engine.weights.float8 else placed.dtype
     bound = PROBE_BOUNDS[rounded]
@@ -126,7 +134,7 @@ def compare_weights(source: DeviceWeights, engine: Engine, version: int) -> bool
     Raises:
       SyncError: on some rank a weight differs, is missing, or has another shape or dtype. Raised on every rank.
     """
-    return sync_digests(source, engine, version).compare()
+    return sync_digests(source, engine, version).compare().whole
 
 
 class SyncDigests(NamedTuple):
@@ -154,8 +162,13 @@ class SyncDigests(NamedTuple):
         """True: the engine takes weights at once."""
         return True
 
-    def compare(self) -> bool:
-        """Wait for the digests and compare them. Collective; as `compare_weights` returns and raises."""
+    def whole_digests(self) -> dict[str, int]:
+        """Digests of the trainer's whole weights, by name. Collective."""
+        wait_for_digests(self.mesh.device)
+        return dict(zip(self.placed, psum(self.own_N5, self.mesh, AXES)[:, 0].tolist(), strict=False))
+
+    def compare(self) -> Compared:
+        """Wait for the digests and compare them. Collective; raises as `compare_weights`."""
         mesh = self.mesh
         placed = self.placed
         wait_for_digests(mesh.device)
@@ -170,7 +183,8 @@ class SyncDigests(NamedTuple):
             share = WeightShare(self.trained[name].box(mesh.rank), trainer, placed[name].box(self.rank), engine=held)
             where = _where(gather_objects(share, mesh), mesh.ranks)
             raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
-        return not any(missing for *_, missing in rows)
+        read = {name: row[0] for name, row in zip(placed, rows, strict=True) if not row[4]}
+        return Compared(len(read) == len(placed), read)
 
 
 def faults_everywhere(faults: Sequence[str], mesh: Mesh) -> list[str]:
@@ -202,25 +216,29 @@ def differing_weights(
     ]
 
 
-def readable_weights(engine: Engine, faults: list[str]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name and this rank's part of each weight that the engine computes with; None: it cannot be read.
+def readable_weights(
+    spec: WeightSpec, held_weights: Iterable[tuple[str, Tensor | int | None]], faults: list[str]
+) -> Iterator[tuple[str, Tensor | int | None]]:
+    """Yield the name and this rank's part of each weight that an engine computes with; None: it cannot be read.
+
+    An int is the digest of a whole weight that another process holds, which has checked its form.
 
     Args:
-      engine: with weights.
+      spec: the form in which the engine takes weights.
+      held_weights: of the engine.
       faults: receives a missing or unknown name, or a wrong shape or dtype.
     """
-    spec = engine.weights
     placed = dict(trees.named(spec.layouts))
     awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
-    for there, held in engine.held_weights():
+    for there, held in held_weights:
         name = awaited.pop(there, None)
         if name is None:
             faults.append(f"{there} is unknown or given twice")
             continue
         shape = placed[name].local_shape(spec.mesh.rank)
         dtype = weight_dtype(name, spec.dtype)
-        if held is None:
-            yield name, None
+        if not isinstance(held, Tensor):
+            yield name, held
         elif held.numel() != math.prod(shape) or held.dtype != dtype:
             faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
         else:
@@ -228,13 +246,33 @@ def readable_weights(engine: Engine, faults: list[str]) -> Iterator[tuple[str, T
     faults += [f"{name} is missing" for name in awaited.values()]
 
 
+def digest_parts(
+    spec: WeightSpec, held_weights: Iterable[tuple[str, Tensor | int | None]], faults: list[str]
+) -> dict[str, Tensor]:
+    """Digests by name of this rank's parts of the weights that can be read; the arguments are those of the above."""
+    placed = dict(trees.named(spec.layouts))
+    return {
+        name: held_digest(held, placed[name], spec)
+        for name, held in readable_weights(spec, held_weights, faults)
+        if held is not None
+    }
+
+
+def held_digest(held: Tensor | int, layout: Layout, spec: WeightSpec) -> Tensor:
+    """Digest of this rank's part of a weight that an engine holds in a layout."""
+    if isinstance(held, int):
+        return torch.tensor(held)
+    return digest(held, layout, spec.mesh.rank, held.dtype, signed_zeros=spec.signed_zeros)
+
+
 def held_shards(engine: Engine) -> trees.Tree:
     """This rank's shards of the weights that the engine computes with; None: some cannot be read."""
     if engine.version is None:
         return None
     faults: list[str] = []
-    shards = dict(readable_weights(engine, faults))
-    if faults or any(x is None for x in shards.values()):
+    held = readable_weights(engine.weights, engine.held_weights(), faults)
+    shards = {name: x for name, x in held if isinstance(x, Tensor)}
+    if faults or len(shards) < len(trees.leaves(engine.weights.layouts)):
         return None
     return trees.from_named(engine.weights.layouts, iter(shards.items()))
 
@@ -285,7 +323,7 @@ def _digest_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
+def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype, *, signed_zeros: bool = True) -> Tensor:
     """Digest of a rank's part of a weight: an int64 scalar, the same on every device.
 
     Extra memory: a few times `PIECE` numbers of 8 bytes, and 8 bytes for each coordinate of the longest dim.
@@ -295,6 +333,7 @@ def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
       layout: of the weight; `x` has the shape of its box.
       rank: in the layout's mesh.
       dtype: dtype that `x` is cast to before its bits are read.
+      signed_zeros: whether -0 counts as another number than 0.
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.int64, device=x.device)
@@ -303,7 +342,7 @@ def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
     words = dtype.itemsize // WORDS[dtype.itemsize].itemsize
     intervals.append((low * words, high * words))
     keys = [_keys(dim, *interval, x.device) for dim, interval in enumerate(intervals)]
-    return _digest(x.detach().reshape(x.shape or (1,)), keys, dtype)
+    return _digest(x.detach().reshape(x.shape or (1,)), keys, dtype, signed_zeros)
 
 
 def copies(layout: Layout) -> int:
@@ -400,22 +439,25 @@ def _own_digests(source: DeviceWeights, engine: Engine) -> tuple[dict[str, Tenso
     trained = source.stored
     mesh = source.mesh
     faults = []
+    parts: dict[str, Tensor] = {}
     digests = {}
     none = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for name, held in readable_weights(engine, faults):
+    for name, held in readable_weights(spec, engine.held_weights(), faults):
         if held is None:
             continue
-        dtype = held.dtype
+        dtype = weight_dtype(name, spec.dtype)
         own = source.weight(name)
         for read in (own, held):
-            if read.is_cuda:  # its memory is not given to others before it has been read
+            if isinstance(read, Tensor) and read.is_cuda:  # its memory is not given to others before it has been read
                 read.record_stream(_digest_stream(read.device))
-        ours = digest(own, trained[name], mesh.rank, dtype=dtype).to(mesh.device)
-        same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
-        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype=dtype).to(mesh.device)
+        ours = digest(own, trained[name], mesh.rank, dtype=dtype, signed_zeros=spec.signed_zeros).to(mesh.device)
+        same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank)
+        shared = same and isinstance(held, Tensor) and _same_memory(own, held)
+        theirs = parts[name] = ours if shared else held_digest(held, placed[name], spec).to(mesh.device)
         first = first_copy(trained[name], mesh)
         engine_first = first_copy(placed[name], spec.mesh)
         digests[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
+    engine.take_digests(parts)
     return digests, faults
 
 
@@ -459,23 +501,24 @@ def _keys(dim: int, low: int, high: int, device: torch.device) -> Tensor:
     return copy_to_device(torch.from_numpy(numbers.view(np.int64)), device)
 
 
-def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype, signed_zeros: bool) -> Tensor:
     """Digest of a part with at least one dim and one number.
 
     Args:
       x: the part.
       keys: for each dim the keys of the part's coordinates; for the last dim, of its words.
-      dtype: dtype that `x` is cast to.
+      dtype, signed_zeros: as in `digest`.
     """
     piece = PIECE.get(x.device.type, GPU_PIECE)
     row = x[0].numel()
     if row > piece:
-        return (torch.stack([_digest(entry, keys[1:], dtype) for entry in x]) * keys[0]).sum()
+        return (torch.stack([_digest(entry, keys[1:], dtype, signed_zeros) for entry in x]) * keys[0]).sum()
     total = keys[0].new_zeros(())
     rows = piece // row
     words = len(keys[0]) // len(x)
     for part, first in zip(x.split(rows), keys[0].split(rows * words), strict=True):
-        numbers = part.to(dtype).contiguous().view(WORDS[dtype.itemsize])
+        narrow = part.to(dtype) if signed_zeros else part.to(dtype) + 0
+        numbers = narrow.contiguous().view(WORDS[dtype.itemsize])
         for key in (*keys[:0:-1], first):
             numbers = (numbers * key).sum(-1)  # a GPU widens the bits to int64 as it reads them
         total += numbers

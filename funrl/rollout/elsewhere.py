@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -23,6 +23,18 @@ class Greedy(NamedTuple):
     spread: float = 0.0
 
 
+class Compared(NamedTuple):
+    """Weights after a sync that are the same on both sides.
+
+    Attributes:
+      whole: whether all weights could be read.
+      digests: of each whole weight that could be read, by name: a signed number of 64 bits.
+    """
+
+    whole: bool
+    digests: Mapping[str, int]
+
+
 class Digests(Protocol):
     """Digests after a sync, to be compared later."""
 
@@ -30,8 +42,12 @@ class Digests(Protocol):
         """True if the engine holds the weights by now. Collective."""
         ...
 
-    def compare(self) -> bool:
-        """Compare them. Collective; as `certificate.compare_weights` returns and raises."""
+    def whole_digests(self) -> dict[str, int]:
+        """Digests of the trainer's whole weights, by name. Collective over its ranks."""
+        ...
+
+    def compare(self) -> Compared:
+        """Compare them. Collective; raises as `certificate.compare_weights`."""
         ...
 
 

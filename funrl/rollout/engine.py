@@ -29,6 +29,7 @@ class WeightSpec:
         them a bucket at a time.
       adapters: whether they are the factors of an adapter alone; the engine has its base.
       float8: whether the engine quantizes weights and activations to 8 bits for its products.
+      signed_zeros: whether an engine that shows a weight shows the sign of a 0 in it.
     """
 
     names: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -38,6 +39,7 @@ class WeightSpec:
     streamed: bool = False
     adapters: bool = False
     float8: bool = False
+    signed_zeros: bool = True
 
     def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards of the model's weights, laid out as `layouts`, as `Engine.load` takes them."""
@@ -115,10 +117,18 @@ class Engine(Protocol):
         """
         ...
 
-    def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
+    def held_weights(self) -> Iterable[tuple[str, Tensor | int | None]]:
         """Weights that the engine computes with, each once, in the form in which `load` takes them.
 
-        None stands for a weight that cannot be read back, on the same weights on all ranks.
+        None stands for a weight that cannot be read back, on the same weights on all ranks, and an int for the digest
+        of a weight in another process, of `certificate.digest`.
+        """
+        ...
+
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of this rank's parts of its weights by name, just read, so that it need not read them again.
+
+        Completions record by them which weights sampled each token.
         """
         ...
 

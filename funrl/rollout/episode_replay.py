@@ -111,7 +111,8 @@ def completion_of(turn: Node) -> Completion:
     tokens = torch.tensor(turn.tokens, dtype=torch.int64)
     logps = numbers.sampling_logp, numbers.raw_logp
     finish = cast(Finish, turn.finish)
-    return Completion(0, tokens, *logps, numbers.versions, finish=finish, routes=turn.routes, kept=turn.kept)
+    completion = Completion(0, tokens, *logps, numbers.versions, finish=finish, routes=turn.routes, kept=turn.kept)
+    return completion._replace(digests=numbers.digests)
 
 
 def _tokens_before(turn: Node) -> list[int]:

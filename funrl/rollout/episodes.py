@@ -48,6 +48,7 @@ class SampledNumbers(NamedTuple):
     raw_logp: Tensor
     sampling_logp: Tensor
     versions: Tensor
+    digests: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,7 @@ class Node:
       raw_logp: [N] nats, under the model's own distribution; None unless sampled.
       sampling_logp: [N] nats, under the distribution that was sampled from; None unless sampled.
       versions: [N] int64, version of the weights that sampled each token; None unless sampled.
+      digests: [N] int64, digest of these weights, as in `requests.Completion`; None: they are not recorded.
       routes: [P + N - 1, choices] int16, experts of all tokens of the path but the last, as in
         `requests.Completion`; None: they are not recorded.
       kept: ids that could be sampled at each token, as in `requests.Completion`; None: they are not recorded.
@@ -88,13 +90,14 @@ class Node:
     problems: Sequence[str] = ()
     turns_before: int = 0
     owned: OwnedLines | None = None
+    digests: Tensor | None = None
 
     @property
     def numbers(self) -> SampledNumbers:
         """Values of its tokens from the policy. Raises: ValueError, they were not sampled."""
         if self.raw_logp is None or self.sampling_logp is None or self.versions is None:
             raise ValueError("the node is context: no policy sampled its tokens")
-        return SampledNumbers(self.raw_logp, self.sampling_logp, self.versions)
+        return SampledNumbers(self.raw_logp, self.sampling_logp, self.versions, self.digests)
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""

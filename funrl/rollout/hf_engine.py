@@ -7,7 +7,7 @@ prompts are split into calls. Log-probabilities are recomputed from the scores t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import fused, names_of, stored_in
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.load_digest import LoadDigest
 from funrl.rollout.requests import Completion, LogitsError, Request, check_requests
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -33,12 +34,15 @@ class HFEngine:
 
     Attributes:
       weights, version, paused: as in `Engine`; names and shapes are those of transformers.
+      record_digests: whether completions have the digests of the weights that sampled their tokens.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightSpec):
         self.weights = weights
         self.version = None
         self.paused = False
+        self.record_digests = False
+        self._loaded = LoadDigest(weights, self.held_weights)
         self._config = config
         self._stored = stored_in(config.source.family, weights.names)
         self._waiting: list[Request] = []
@@ -69,6 +73,7 @@ class HFEngine:
         lacking = set(result.missing_keys) - set(self.model.all_tied_weights_keys)
         if lacking or result.unexpected_keys:
             raise KeyError(f"unexpected weights: {result.unexpected_keys}; missing weights: {sorted(lacking)}")
+        self._loaded = LoadDigest(self.weights, self.held_weights)
         self.version = version
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -79,6 +84,10 @@ class HFEngine:
             (there, held[stored.name][slice(*stored.rows)] if shape else held[stored.name])
             for (there, shape), stored in zip(names.values(), (self._stored[name] for name in names), strict=True)
         )
+
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of the weights; see `Engine`."""
+        self._loaded.take(digests)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if this engine cannot complete one of the requests."""
@@ -201,6 +210,7 @@ class HFEngine:
 
         raw_RT = chosen(out.logits)
         sampling_RT = raw_RT if sampling.greedy else chosen(out.scores)
+        digest = self._loaded.number if self.record_digests else None
         done = []
         failed = []
         for row, request in enumerate(requests):
@@ -217,6 +227,7 @@ class HFEngine:
                     raw_logp=raw_RT[row, :count],
                     versions=torch.full((count,), self.version or 0),
                     finish="stop" if stops else "length",
+                    digests=None if digest is None else torch.full((count,), digest),
                 )
             )
         if failed:

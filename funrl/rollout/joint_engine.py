@@ -48,9 +48,13 @@ class JointEngine:
         """Replace the policy's weights; see `Engine`."""
         self._policy.load(named_weights, version)
 
-    def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
+    def held_weights(self) -> Iterable[tuple[str, Tensor | int | None]]:
         """The policy's weights; see `Engine`."""
         return self._policy.held_weights()
+
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of the policy's weights; see `Engine`."""
+        self._policy.take_digests(digests)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise what `submit` would raise."""

@@ -419,6 +419,7 @@ def with_turn(
         raw_logp=completion.raw_logp,
         sampling_logp=completion.sampling_logp,
         versions=completion.versions,
+        digests=completion.digests,
         routes=completion.routes,
         kept=completion.kept,
         messages=() if reading is None else (reading.message,),

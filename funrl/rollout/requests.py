@@ -87,6 +87,7 @@ class Completion(NamedTuple):
         never fed back; -1: unknown. None: they are not recorded.
       recomputed: tokens before or in it that were computed again, as in `EngineCost.recomputed`.
       kept: int32 ids that could be sampled at each token; none at tokens without truncation. None: not recorded.
+      digests: [T] int64, digest of the weights that sampled each token, of `load_digest`. None: not recorded.
     """
 
     number: int
@@ -98,6 +99,7 @@ class Completion(NamedTuple):
     routes: Tensor | None = None
     recomputed: int = 0
     kept: KeptTokens | None = None
+    digests: Tensor | None = None
 
     @property
     def finished(self) -> bool:

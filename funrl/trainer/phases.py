@@ -27,14 +27,22 @@ from funrl.trainer.sources.selection import check_usable, nothing_learned
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.foreign_rows import without_foreign_rows
 from funrl.trainer.steps.learn import UpdateMonitor, learn_per_agent
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
-from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import State, sums_over_episodes, weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, on_cpu
-from funrl.trainer.steps.sync import begin_proof, control_metrics, refresh_earlier_selves, sync, wait_for_proof
+from funrl.trainer.steps.sync import (
+    begin_proof,
+    control_metrics,
+    publish,
+    refresh_earlier_selves,
+    sync,
+    wait_for_proof,
+)
 
 
 class Trainer(NamedTuple):
@@ -75,7 +83,21 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
     group = rows.batch.get("group")
     to, epoch = scoring_ranks(job, trainer.parts, rows.lengths, group, state.step + 1, units)
     rows = trainer.source.move(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
-    return rows, state._replace(source=source), metrics
+    rows, foreign = published_rows(trainer, state, rows)
+    return rows, state._replace(source=source), metrics | foreign
+
+
+def published_rows(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, dict[str, float]]:
+    """The rows that published weights sampled, and metrics, as `without_foreign_rows`. Collective."""
+    parts = trainer.parts
+    if not isinstance(parts, GeneratingParts) or rows.batch.get("digests") is None:
+        return rows, {}
+    proof = parts.generator.proof
+    if proof.version != state.version:  # who calls the phases without the loop may leave the proof out
+        publish(parts, state, trainer.frozen)
+        proof.complete()
+    drop = trainer.job.settings.engines.foreign_rows == "drop"
+    return without_foreign_rows(rows, proof.published, parts.agents, policy=parts.main_role, drop=drop)
 
 
 def scoring_ranks(

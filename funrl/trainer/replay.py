@@ -20,6 +20,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.rollout.certificate import first_copy
+from funrl.rollout.sync_proof import published_of
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, load, recorded, state_layouts
 from funrl.trainer.checkpoints.resumable import check_facts, check_frozen
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
@@ -40,13 +41,14 @@ from funrl.trainer.differences import (
 )
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.loop import one_step
-from funrl.trainer.phases import Trainer, draw_batch, learn_batch, score_batch, skip_batch
+from funrl.trainer.phases import Trainer, draw_batch, learn_batch, prove_sync, score_batch, skip_batch
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source, is_skipped
 from funrl.trainer.startup import MakeSource, begin_run, make_source
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.foreign_rows import without_foreign_rows
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import State
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.steps.sync import sync
@@ -64,6 +66,8 @@ class Replayed(NamedTuple):
 def replay_source(folder: str | Path) -> MakeSource:
     """A source that reads the rows that an earlier run saved; it evaluates nothing.
 
+    Rows that other weights sampled than that run had published are an error.
+
     Args:
       folder: "rollouts" in the directory of that run.
     """
@@ -71,7 +75,10 @@ def replay_source(folder: str | Path) -> MakeSource:
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Any) -> Source:
         def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
             saved = open_rows(folder, step, job.algorithm.fields)
-            return read_rows(saved, parts.mesh), state, saved.record["metrics"]["drawn"]
+            rows = read_rows(saved, parts.mesh)
+            published = published_of(saved.record.get("published", {}))  # by that run, to its engines
+            without_foreign_rows(rows, published, parts.agents, policy=parts.main_role, drop=False)
+            return rows.with_fields(digests=None), state, saved.record["metrics"]["drawn"]
 
         return Source(lambda: (), next_rows, lambda states, step: {})
 
@@ -131,6 +138,9 @@ def replay(
         if logged is not None:
             version = state.version - 1 if state.step else state.version  # that of its engine
             state = sync(trainer.parts, state._replace(version=version), frozen=trainer.frozen)
+            if before is not None and isinstance(trainer.parts, GeneratingParts):
+                trainer.parts.generator.proof.restore(before.facts.get("published", {}))
+            prove_sync(trainer, state, first=True)
         repeated = []
         for number in range(state.step + 1, last + 1):
             saved = open_rows(folder, number, job.algorithm.fields)

@@ -41,7 +41,7 @@ from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, digest, probe_gap, probe_prompts, sync_digests
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.sync_proof import READ_AFTER, SyncProof
+from funrl.rollout.sync_proof import READ_AFTER, PolicyProof, SyncProof
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ONE = (1, 1, 1, 1)
@@ -347,7 +347,7 @@ def test_a_gpu_computes_digests_on_a_stream_of_its_own():
         del copies_of
         trees.map(lambda x: torch.full_like(x, 7.0), params)  # takes the memory that is free
         if change is None:
-            assert digests.compare()
+            assert digests.compare().whole
         else:
             with pytest.raises(SyncError, match=f"{WRONG} differs"):
                 digests.compare()
@@ -358,7 +358,8 @@ def test_a_proof_is_read_once_after_some_iterations():
     proof = SyncProof()
     source = deployed(place(decoder_model(CONFIG)), params)
     for change in (None, zeroed):
-        proof.begin(sync_digests(source, synced(params, change=change), 3))
+        engine = synced(params, change=change)
+        proof.begin({"policy": PolicyProof(sync_digests(source, engine, 3), engine.weights, 3)})
         for _ in range(READ_AFTER - 1):
             proof.iterated()
         assert proof.take() == {}

@@ -29,7 +29,9 @@ CHANGES = {  # file: a text of it, and the same text with the new engine
 MAKER = """
 
 def _make_plain(job: Job, place: EnginePlace) -> Engine:
-    return plain_engine(place.model, place.mesh, job.dtype)
+    engine = plain_engine(place.model, place.mesh, job.dtype)
+    engine.record_digests = job.settings.engines.verify_sync
+    return engine
 
 
 MAKERS = {"""

@@ -226,7 +226,7 @@ def test_the_saved_form_of_what_is_begun_continues_with_the_same_bits():
     rows, after, metrics = draw_batch(run, state)
     others, _, same = draw_batch(run, again)
     for name, x in as_dict(rows.batch).items():
-        assert torch.equal(x, as_dict(others.batch)[name]), name
+        assert all(map(torch.equal, trees.leaves(x), trees.leaves(as_dict(others.batch)[name]))), name
     assert metrics == same and begun_places(after)
 
 

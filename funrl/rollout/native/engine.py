@@ -9,10 +9,11 @@ keys and values are recomputed later.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.adapter_engine import LoadedAdapter
 from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.load_digest import LoadDigest
 from funrl.rollout.native.backends import MakeBackend, TorchBackend, backend_of
 from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, page_tokens, pass_tokens
 from funrl.rollout.native.cells import options_without_states
@@ -62,6 +64,7 @@ class NativeOptions(NamedTuple):
       record_routes: let completions have the experts that their tokens went to.
       record_kept: let completions have the tokens that truncated sampling could take; their `sampling_logp` is that of
         the trainer's replay.
+      record_digests: let completions have the digests of the weights that sampled their tokens.
       engines: number of engines that share the free memory for their caches.
       snapshot_tokens: tokens between two snapshots of states, by which a known prefix is reused in a model that has
         some; they share `cache_bytes`. 0: there are none.
@@ -81,6 +84,7 @@ class NativeOptions(NamedTuple):
     speculate: int = 0
     record_routes: bool = False
     record_kept: bool = False
+    record_digests: bool = False
     engines: int = 1
     snapshot_tokens: int = 0
     static: bool | None = None
@@ -99,6 +103,7 @@ class NativeEngine:
       weights, version, paused: as in `Engine`.
       model: the model that it runs.
       adapters: by name.
+      loaded: digest of the weights; None: it is not recorded.
       control: of its completions in 8 bits; None: none is scored again.
     """
 
@@ -128,6 +133,8 @@ class NativeEngine:
         self.paused = False
         self.model = model
         self.adapters: dict[str, LoadedAdapter] = {}
+        self.loaded: LoadDigest | None = None
+        self._records_digests = options.record_digests
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
         self._spare = backend.lanes * (static or self._ranks > 1)  # unused pages and cells
@@ -177,7 +184,12 @@ class NativeEngine:
         (static or self._backend).load(params)
         _keep_until_copied(params)
         self.version = version
-        self._sequences.of_version(version)
+        if self._records_digests:
+            damage = self._backend.changed_roundings if isinstance(self._backend, Float8Backend) else None
+            self.loaded = LoadDigest(self.weights, self.held_weights, damage=damage)
+        self._sequences.of_version(version, digest=self.loaded)
+        for name, adapter in self.adapters.items():
+            self._began_adapter(name, adapter)
 
     def adapter_weights(self, lora: Lora) -> WeightSpec:
         """The form in which `load_adapter` takes the factors of an adapter."""
@@ -212,8 +224,15 @@ class NativeEngine:
         adapter = Adapter(shards(spec, named_weights), scale_of(lora))
         (static or self._backend).load_adapter(number, adapter)
         _keep_until_copied(adapter.factors)
-        self.adapters[name] = LoadedAdapter(number, lora, spec, version)
-        self._sequences.of_version(version, number)
+        self._began_adapter(name, LoadedAdapter(number, lora, spec, version))
+
+    def _began_adapter(self, name: str, adapter: LoadedAdapter) -> None:
+        """Sample with an adapter from now on, on the base of now."""
+        if self.loaded is not None:
+            held = functools.partial(self.held_adapter, name)
+            adapter = adapter._replace(loaded=LoadDigest(adapter.weights, held, base=self.loaded))
+        self.adapters[name] = adapter
+        self._sequences.of_version(adapter.version, adapter.number, adapter.loaded)
 
     def drop_adapter(self, name: str) -> None:
         """Remove an adapter.
@@ -260,6 +279,11 @@ class NativeEngine:
             raise RuntimeError("the engine has no weights: call load first")
         return own_parts(self.weights, self._backend.held())
 
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of the weights; see `Engine`."""
+        if self.loaded is not None:
+            self.loaded.take(digests)
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self.model.config, requests, self._sequences.by_number, self.adapters)
@@ -293,6 +317,9 @@ class NativeEngine:
             return self._sequences.take_ended()
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
+        for loaded in (self.loaded, *(adapter.loaded for adapter in self.adapters.values())):
+            if loaded is not None:
+                loaded.read()
         if self._sequences.damaged:  # no mask hides a NaN in the cache
             self._sequences.damaged = False
             self._drop_cache()
@@ -371,10 +398,10 @@ class NativeEngine:
 
     def _begin(self, request: Request) -> RunningSequence:
         if request.adapter is None:
-            sequence = self._sequences.begin(request, self.version)
+            sequence = self._sequences.begin(request, self.version, digest=self.loaded)
         else:
             adapter = self.adapters[request.adapter]
-            sequence = self._sequences.begin(request, adapter.version, adapter.number)
+            sequence = self._sequences.begin(request, adapter.version, adapter.number, digest=adapter.loaded)
         if request.owned is not None and self.model.owned is not None:
             sequence.contents = self.model.owned.contents(request.prompt, request.owned)
             sequence.whole = () if self.model.owned.whole is None else self.model.owned.whole(request.prompt)

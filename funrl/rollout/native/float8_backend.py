@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.fused_decode import rounded_rows_error
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run
-from funrl.models.float8_weights import quantize_layers, quantizes_all
+from funrl.models.float8_weights import quantize_layers, quantize_leaf, quantizes_all
 from funrl.models.lora import with_adapters
 from funrl.models.model import Inputs, ModelCache
 from funrl.rollout.native.backends import NO_ADAPTER, TorchBackend, copy_into
@@ -63,6 +64,18 @@ class Float8Backend(TorchBackend):
             params = with_adapters(params, [(self._adapters[adapter], None)])
         hidden_1ND, cache_after, _ = self.model.apply(params, inputs, self.mesh, cache, self._layer)
         return hidden_1ND[0], cache_after
+
+    def changed_roundings(self) -> Tensor:
+        """Number of bytes of quantized weights and scales that are not those of the loaded weights."""
+        layers = trees.named({"layers": self._params["layers"]})
+        held = trees.leaves(self._quantized)
+        count = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        at = 0
+        for name, x in layers:
+            for again in trees.leaves(quantize_leaf(name, x)):
+                count += (again.contiguous().view(torch.uint8) != held[at].contiguous().view(torch.uint8)).sum()
+                at += 1
+        return count
 
     def _stack(self) -> None:
         if self._fused_sizes is not None:  # else passes read the quantized projections, each by itself

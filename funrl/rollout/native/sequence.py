@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.rollout.kept_tokens import ID
+from funrl.rollout.load_digest import LoadDigest, digests_of
 from funrl.rollout.native.pages import ROOT
 from funrl.rollout.native.prompt_lookup import PromptLookup
 from funrl.rollout.requests import Completion, Finish, Request
@@ -25,6 +26,7 @@ class RunningSequence:
       text: tokens of prompt and completion, as of when it last had no slot.
       logps: [2, T] sampling and raw log-probabilities of the completion's tokens in `text`.
       versions: (first token of the completion, version of the weights) pairs, ascending.
+      digests: (first token of the completion, digest of the weights) pairs, ascending; (): they are not recorded.
       kept: ids that could be sampled at each token of the completion in `text`; None: they are not recorded.
       slot: its row of the arrays; -1: it has no slot.
       pages: pages that hold its keys and values, in order.
@@ -46,6 +48,7 @@ class RunningSequence:
     logps: np.ndarray
     versions: list[tuple[int, int]]
     kept: list[np.ndarray] | None = None
+    digests: Sequence[tuple[int, LoadDigest | int]] = ()
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     cell: int = -1
@@ -131,4 +134,5 @@ class RunningSequence:
                 routes=None if routes is None else routes.clone(),
                 recomputed=self.recomputed,
                 kept=kept,
+                digests=digests_of(self.digests, len(self.text) - begin) if self.digests else None,
             )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funrl.rollout.kept_tokens import unpack_ids
+from funrl.rollout.load_digest import LoadDigest, digests_before
 from funrl.rollout.native.device.host_copy import HostCopy, PendingTokens, device_copy
 from funrl.rollout.native.device.slot_noise import NOISE_STEPS, SlotNoise
 from funrl.rollout.native.passes import Backend
@@ -85,8 +86,17 @@ class RunningSequences:
         """Requests that are unfinished, or whose completion has not been returned yet."""
         return len(self.by_number) + len(self._ended)
 
-    def begin(self, request: Request, version: int | None, adapter: int = -1) -> RunningSequence:
-        """Register a request, which waits for a slot; its adapter has this version and this number in the backend."""
+    def begin(
+        self, request: Request, version: int | None, adapter: int = -1, digest: LoadDigest | None = None
+    ) -> RunningSequence:
+        """Register a request, which waits for a slot.
+
+        Args:
+          request: as it was submitted.
+          version: of its adapter, or of the base.
+          adapter: number of its adapter in the backend.
+          digest: of the weights that complete it; None: it is not recorded.
+        """
         begun = request.begun
         prompt = np.asarray(request.prompt, dtype=np.int64)
         if not self.by_number:
@@ -101,6 +111,9 @@ class RunningSequences:
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
         if self.records_kept:
             sequence.kept = [] if begun is None else self._kept_before(begun)
+        if digest is not None:
+            before = [] if begun is None else digests_before(begun)
+            sequence.digests = [*before, (len(sequence.text) - len(prompt), digest)]
         sequence.known_before = request.computed
         sequence.adapter = adapter
         self._owns |= request.owned is not None
@@ -118,13 +131,15 @@ class RunningSequences:
         """All unfinished sequences."""
         return list(self.by_number.values())
 
-    def of_version(self, version: int, adapter: int = -1) -> None:
-        """Attribute further tokens of an adapter, or of the base alone, to this version of the weights."""
+    def of_version(self, version: int, adapter: int = -1, digest: LoadDigest | None = None) -> None:
+        """Attribute further tokens of an adapter, or of the base alone, to this version and digest of the weights."""
         for sequence in (x for x in self.by_number.values() if x.adapter == adapter):
             length = len(sequence.text) if sequence.slot < 0 else int(self.lengths[sequence.slot])
             new_tokens = length - len(sequence.request.prompt)
             earlier = [pair for pair in sequence.versions if pair[0] < new_tokens]
             sequence.versions = [*earlier, (new_tokens, version)]
+            if digest is not None:
+                sequence.digests = [*(pair for pair in sequence.digests if pair[0] < new_tokens), (new_tokens, digest)]
 
     def assign_slot(self, sequence: RunningSequence) -> None:
         """Assign a slot to a sequence and fill the slot's rows."""

@@ -24,10 +24,11 @@ from funrl.rollout.certificate import (
     faults_everywhere,
     first_copy,
     first_fault,
+    held_digest,
     largest_gap,
     readable_weights,
 )
-from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.elsewhere import Compared, Greedy
 from funrl.rollout.engine import Engine, WeightSpec
 
 
@@ -66,10 +67,13 @@ class RemoteDigests(NamedTuple):
     engine: Callable[[], EngineDigests]
     ready: Callable[[], bool]
 
-    def compare(self) -> bool:
-        """Wait for the digests of both sides and compare them. Collective.
+    def whole_digests(self) -> dict[str, int]:
+        """Digests of the trainer's whole weights, by name. Collective over its ranks."""
+        names = [name for name, _ in trees.named(self.weights.layouts)]
+        return dict(zip(names, psum(self.own_N2, self.mesh, AXES)[:, 0].tolist(), strict=True))
 
-        Returns: whether all weights could be read.
+    def compare(self) -> Compared:
+        """Wait for the digests of both sides and compare them. Collective.
 
         Raises:
           SyncError: a weight differs or is missing; raised on every rank.
@@ -85,7 +89,7 @@ class RemoteDigests(NamedTuple):
         wrong = differing_weights(self.trained, placed, {name: (*ours[name], *x) for name, x in digests.items()})
         if wrong:
             raise SyncError(f"{before}{wrong[0]} differs; {len(wrong)} of {len(digests)} weights differ")
-        return len(digests) == len(placed)
+        return Compared(len(digests) == len(placed), {name: ours[name][0] for name in digests})
 
 
 def trained_digests(source: DeviceWeights, weights: WeightSpec) -> Tensor:
@@ -93,7 +97,9 @@ def trained_digests(source: DeviceWeights, weights: WeightSpec) -> Tensor:
     rows = []
     for name, _ in trees.named(weights.layouts):
         dtype = weight_dtype(name, weights.dtype)
-        own = digest(source.weight(name), source.stored[name], source.mesh.rank, dtype).to(source.mesh.device)
+        layout = source.stored[name]
+        own = digest(source.weight(name), layout, source.mesh.rank, dtype, signed_zeros=weights.signed_zeros)
+        own = own.to(source.mesh.device)
         rows.append(torch.stack([own * first_copy(source.stored[name], source.mesh), own]))
     return torch.stack(rows)
 
@@ -105,12 +111,14 @@ def engine_digests(engine: Engine) -> EngineDigests:
     placed = dict(trees.named(spec.layouts))
     own = {name: torch.zeros(3, dtype=torch.int64, device=mesh.device) for name in placed}
     faults = list[str]()
-    for name, held in readable_weights(engine, faults):
+    parts: dict[str, Tensor] = {}
+    for name, held in readable_weights(spec, engine.held_weights(), faults):
         if held is None:
             own[name][2] = 1
             continue
-        number = digest(held, placed[name], mesh.rank, held.dtype).to(mesh.device)
+        number = parts[name] = held_digest(held, placed[name], spec).to(mesh.device)
         own[name] = torch.stack([number * first_copy(placed[name], mesh), number, number.new_zeros(())])
+    engine.take_digests(parts)
     sums = psum(torch.stack(list(own.values())), mesh, AXES).tolist()
     digests = {name: (once, every) for name, (once, every, unread) in zip(placed, sums, strict=True) if not unread}
     return EngineDigests(engine.version, digests, tuple(faults_everywhere(faults, mesh)))

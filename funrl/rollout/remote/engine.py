@@ -37,10 +37,12 @@ class DigestsRequest(NamedTuple):
     Attributes:
       version: of the weights.
       base: whether they are the base weights of adapters.
+      model: as in `LoadRequest`.
     """
 
     version: int
     base: bool
+    model: str = ""
 
 
 class GreedyRequest(NamedTuple):
@@ -130,7 +132,9 @@ class RemoteEngine:
         mesh = source.mesh
 
         def theirs() -> EngineDigests:
-            return self.requests.ask(DigestsRequest(version, self.base), f"the generators' weights {version}")
+            return self.requests.ask(
+                DigestsRequest(version, self.base, self.model), f"the generators' weights {version}"
+            )
 
         def held() -> bool:
             return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)

@@ -125,9 +125,14 @@ class RemoteCore:
                 raise
             self._reach(None)
 
-    def held(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Nothing: weights are not read back from a server; see `Core`."""
-        return iter(())
+    def held(self) -> Iterator[tuple[str, int | None]]:
+        """Digests of the weights that the server holds, as it reads them; see `Core`.
+
+        Raises:
+          EngineServerError: a weight of the server has another form.
+        """
+        answer = self._send("digests") or self._send("digests")  # a server that was lost has the weights again
+        yield from answer["digests"].items()
 
     def load_adapter(self, number: int, scale: float, factors: Mapping[str, Tensor]) -> None:
         """Send an adapter, which is kept for a restarted server; see `Core`."""
@@ -155,10 +160,10 @@ class RemoteCore:
         self._asleep = True
         self._send("sleep")
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         """Allocate it again; see `Core`."""
         self._asleep = False
-        self._send("wake")
+        return self._send("wake").get("moved", True)
 
     def counts(self) -> CacheCounts:
         """Pages of its cache, as last reported by the server; see `Core`."""

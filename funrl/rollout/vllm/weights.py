@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from funrl.models.huggingface.names import UNEMBED, by_expert, fused, names_of
@@ -23,6 +26,7 @@ GPT_OSS_EXPERT = {
     "down_proj": "w2_weight",
     "down_proj_bias": "w2_bias",
 }
+UNIT_ROWS = 1024  # of the unit matrix that a packed matrix is multiplied by at a time
 _EXPERTS = ".experts."
 _SINKS = ".sinks"
 
@@ -47,23 +51,57 @@ def as_loaded(
         yield name, x
 
 
-def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
+def read_weight(module: Any, name: str, tied: bool) -> Tensor | None:
+    """A matrix or vector that a vLLM model computes with, by vLLM's name; None: there is no such parameter.
+
+    A matrix that is packed on a CPU is read by its own product with the unit matrix: each number of the result is one
+    weight times 1 and others times 0, so that it has the weight's bits, but that 0 has no sign.
+
+    Args:
+      module: the model.
+      tied: whether the embedding is the unembedding too.
+
+    Raises:
+      RuntimeError: the packed copy of an embedding that is the unembedding differs from it.
+    """
+    path, _, kind = name.rpartition(".")
+    try:
+        layer = module.get_submodule(path)
+    except AttributeError:
+        return None
+    layer = getattr(layer, "base_layer", layer)  # which is inside of one for adapters
+    held = getattr(layer, kind, None)
+    if held is None or kind != "weight" or not hasattr(layer, "cpu_linear"):
+        return held
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = next(getattr(layer, size) for size in sizes if hasattr(layer, size))
+    pieces = torch.eye(width, dtype=held.dtype).split(UNIT_ROWS)
+    packed = torch.cat([layer.cpu_linear(piece, held, None) for piece in pieces]).T
+    if not path.endswith(("embed_tokens", "embedding")):
+        return packed
+    if tied and not torch.equal(packed, held):
+        raise RuntimeError(f"vLLM's packed copy of {name}, by which it takes logits, has other numbers")
+    return held
+
+
+def unfused(model: Model, held: Callable[[str], Tensor | None], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
     """Weights of a vLLM decoder by their Hugging Face names.
 
     Args:
       model: of the weights.
-      held: vLLM's parameters. A weight is None if it cannot be read back: a packed and released matrix, which is
-        empty, and those of experts, which are packed in place.
+      held: gives vLLM's parameters by their names. A weight is None if it cannot be read back: those of experts, which
+        are packed in place.
       tensor: ranks over which vLLM splits all weights except most norms; with several, only whole norms can be read.
     """
     shapes = dict(names_of(model).values())
+    read = functools.lru_cache(maxsize=4)(held)  # the parts of a matrix come near each other
     for ours, (name, shape) in names_of(model).items():
         if ours.startswith(f"{VISION}/"):
-            x = held.get(name.removeprefix("model."))
+            x = held(name.removeprefix("model."))
             yield name, None if x is None or tuple(x.shape) != shape or tensor > 1 else x.detach()
             continue
         whole, begin = _place(name, shapes)
-        x = None if _EXPERTS in name else held.get(name_in_vllm(model, whole))
+        x = None if _EXPERTS in name else read(name_in_vllm(model, whole))
         is_norm = name.split(".")[-2].endswith("norm")
         if x is None or not x.numel() or (tensor > 1 and not (is_norm and tuple(x.shape) == shape)):
             yield name, None

@@ -71,6 +71,8 @@ class RowKeeper:
             "dtype": self.settings.models.dtype,
             "threads": torch.get_num_threads(),
         }
+        if isinstance(self.parts, GeneratingParts):
+            record["published"] = self.parts.generator.proof.published_lists()
         groups = source.log.groups()
         if groups is not None:
             record["groups"] = groups

@@ -37,7 +37,7 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
-from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import State
 from funrl.trainer.storage.shard_server import CheckpointError, Commit, DamagedError
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
@@ -97,6 +97,7 @@ class Saver:
         """
         self.job = job
         self.settings = job.settings
+        self.parts = parts
         self.mesh = parts.mesh
         model = parts.roles[job.main_role].placed.model
         self.model = model if model.adapters is None else model.adapters.plain
@@ -179,6 +180,8 @@ class Saver:
         self.observer.resumed(state.step, record.facts.get("metrics") if evaluated else None)
         steps = self.settings.run.steps
         rest = f"; --steps={steps}: nothing is left to do" if state.step >= steps else ""
+        if isinstance(self.parts, GeneratingParts):
+            self.parts.generator.proof.restore(record.facts.get("published", {}))
         self.observer.note(f"resumed after step {state.step} from {record.path}{rest}")
         if remark := other_processor(record.facts.get("processor")):
             self.observer.note(remark)
@@ -305,6 +308,11 @@ class Saver:
             )
         )
 
+    def _published(self) -> dict[str, Any]:
+        """The fact of which weights engines were given: rows that wait are of these."""
+        parts = self.parts
+        return {"published": parts.generator.proof.published_lists()} if isinstance(parts, GeneratingParts) else {}
+
     def facts(self, step: int, mesh: Mesh, evaluations: Evaluations, *, score: float | None) -> dict[str, Any]:
         """The record of a checkpoint but for its arrays and files.
 
@@ -328,6 +336,7 @@ class Saver:
             "provenance": self.job.provenance._asdict(),
             **evaluations._asdict(),
             **self.frozen,
+            **self._published(),
         }
 
     def wait(self) -> None:

@@ -94,6 +94,7 @@ def native_options(job: Job) -> NativeOptions:
         speculate=engines.speculate,
         record_routes=job.settings.routers.router_replay,
         record_kept=job.settings.sampling.mask_replay,
+        record_digests=engines.verify_sync,
         snapshot_tokens=engines.state_snapshot_tokens,
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,
@@ -136,7 +137,9 @@ def _make_native(job: Job, place: EnginePlace) -> Engine:
 
 
 def _make_vllm(job: Job, place: EnginePlace) -> Engine:
-    return vllm_engine(place.model, place.mesh, job.dtype, options=_vllm_options(job, place.mesh))
+    engine = vllm_engine(place.model, place.mesh, job.dtype, options=_vllm_options(job, place.mesh))
+    engine.record_digests = job.settings.engines.verify_sync
+    return engine
 
 
 def _make_vllm_client(job: Job, place: EnginePlace) -> Engine:
@@ -146,11 +149,14 @@ def _make_vllm_client(job: Job, place: EnginePlace) -> Engine:
     timeout_s = engines.engine_timeout or ENGINE_TIMEOUT_S
     engine = vllm_client(url, place.model, mesh, job.dtype, options=_vllm_options(job, mesh), timeout_s=timeout_s)
     cast(RemoteCore, engine.core).note = place.note
+    engine.record_digests = job.settings.engines.verify_sync
     return engine
 
 
 def _make_hf(job: Job, place: EnginePlace) -> Engine:
-    return hf_engine(place.model, place.mesh, job.dtype)
+    engine = hf_engine(place.model, place.mesh, job.dtype)
+    engine.record_digests = job.settings.engines.verify_sync
+    return engine
 
 
 def _check_native(settings: Settings, model: Model, mesh: Mesh) -> None:

@@ -33,6 +33,7 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import greedy_of, greedy_requests, held_shards
 from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.engine import Engine
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.policy import RunEndingError
@@ -295,7 +296,10 @@ class GroupWriter:
         elif isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest):
             self.take_version(request.version)
             if isinstance(request, DigestsRequest):
-                answers.answer(engine_digests(self._generator.whole if request.base else self._generator.engine))
+                generator = self._generator
+                own = generator.whole if request.base else generator.engine
+                engine = cast(Engine, generator.further[request.model]) if request.model else own
+                answers.answer(engine_digests(engine))
             elif isinstance(request, GreedyRequest):
                 answers.answer(self._greedy(request))
             else:

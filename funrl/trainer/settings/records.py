@@ -660,6 +660,13 @@ class EngineSettings:
         one_of("tickets", "fixed"),
     )
     verify_sync: bool = flag(True, "compare the engine's weights with the trainer's bits after each sync")
+    foreign_rows: str = flag(
+        "stop",
+        "what to do with a row that other weights sampled than those that the run has published: stop; drop it, with "
+        "the samples that it is compared with",
+        one_of("stop", "drop"),
+        requires="verify_sync",
+    )
     on_gap: str = flag(
         "say",
         "what to do if engine and trainer differ where the same bits are promised, or more than a bound",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -302,8 +302,8 @@ def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
 
 def _fields_of(
     flat: Sequence[tuple[Episode, RowPath]], spans: Sequence[Sequence[Span]], form: RowForm, device: torch.device
-) -> dict[str, Tensor]:
-    """Fields per token of this rank's rows."""
+) -> dict[str, Any]:
+    """Fields per token of this rank's rows, and the digests of their weights."""
     fields = token_fields(spans, form, device)
     shape = fields["tokens"].shape
     turn, author, state = torch.zeros(3, *shape, dtype=TOKEN_INT)

@@ -315,6 +315,7 @@ class RowForm(NamedTuple):
       raw: whether `rollout_logp` is of the model's own distribution, as where sampling is truncated or penalised; else
         of the one sampled from.
       versions: whether rows get the version of the weights that sampled each token.
+      digests: whether rows get the digests of the weights that sampled their tokens.
       choices: experts recorded for each token; 0: none.
       kept: whether rows get the tokens that truncated sampling could take; `rollout_logp` is then of these.
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
@@ -329,6 +330,7 @@ class RowForm(NamedTuple):
     dtype: torch.dtype = torch.float32
     raw: bool = False
     versions: bool = False
+    digests: bool = False
     choices: int = 0
     kept: bool = False
     owned: Mapping[str, Tensor] | None = None
@@ -380,7 +382,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     length_R = prompt_P.repeat_interleave(samples) + done.lengths
     prompts = [examples[number // samples] for number in done.own.tolist()]
     spans = [
-        [Span(prompt.tokens), Span(x.tokens, SampledNumbers(x.raw_logp, x.sampling_logp, x.versions), x.routes, x.kept)]
+        [Span(prompt.tokens), Span(x.tokens, _numbers(x), x.routes, x.kept)]
         for prompt, x in zip(prompts, done.completions, strict=True)
     ]
     scored = done.scores.shape[1] > 0
@@ -422,6 +424,10 @@ def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) ->
     return declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=objective_P[batch.group])
 
 
+def _numbers(done: Completion) -> SampledNumbers:
+    return SampledNumbers(done.raw_logp, done.sampling_logp, done.versions, done.digests)
+
+
 def with_kept(rows: Rows, own: Sequence[Sequence[Span]], device: torch.device) -> Rows:
     """Rows with the tokens that could be sampled at each of their trained tokens.
 
@@ -456,8 +462,12 @@ def _shape_of(rows: Sequence[Sequence[Span]]) -> tuple[int, int]:
     return len(rows), math.ceil(longest / 8) * 8
 
 
-def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
-    """Fields per token of this rank's rows, right-padded to a multiple of 8 tokens."""
+def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.device) -> dict[str, Any]:
+    """Fields per token of this rank's rows, right-padded to a multiple of 8 tokens, and the digests of their weights.
+
+    Raises:
+      ValueError: the form has digests, and an engine has recorded none.
+    """
     shape = _shape_of(rows)
     tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
     mask = torch.zeros(shape, dtype=torch.bool)
@@ -481,7 +491,38 @@ def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.de
         fields["version"] = version
     if form.choices:
         fields["routes"] = routes
-    return {name: x.to(device) for name, x in fields.items()}
+    on_device: dict[str, Any] = {name: x.to(device) for name, x in fields.items()}
+    if form.digests:
+        on_device["digests"] = Ragged(*(x.to(device) for x in digest_lines(rows)))
+    return on_device
+
+
+def digest_lines(rows: Sequence[Sequence[Span]]) -> Ragged:
+    """First token, version and digest of each run of tokens of one digest, of this rank's rows."""
+    sampled = list[tuple[int, int, Tensor, Tensor]]()  # row, first token, versions and digests of a span
+    for row, spans in enumerate(rows):
+        begin = 0
+        for span in spans:
+            if span.numbers is not None:
+                if span.numbers.digests is None:
+                    raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
+                sampled.append((row, begin, span.numbers.versions, span.numbers.digests))
+            begin += len(span.tokens)
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths = np.array([len(digests) for *_, digests in sampled], dtype=np.int64)
+    row_N, begin_N, place_N = (
+        np.repeat(np.array(x, dtype=np.int64), lengths)
+        for x in ([row for row, *_ in sampled], [begin for _, begin, *_ in sampled], np.cumsum(lengths) - lengths)
+    )
+    place_N = np.arange(len(place_N)) - place_N  # in its span
+    version_N = torch.cat([none, *(versions for _, _, versions, _ in sampled)]).numpy()
+    digest_N = torch.cat([none, *(digests for *_, digests in sampled)]).numpy()
+    changed_N = (np.diff(version_N, prepend=0) != 0) | (np.diff(digest_N, prepend=0) != 0)
+    first = np.flatnonzero((place_N == 0) | changed_N)
+    values = np.stack([begin_N[first] + place_N[first], version_N[first], digest_N[first]], 1)
+    counts = np.bincount(row_N[first], minlength=len(rows))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Ragged(torch.from_numpy(values), torch.from_numpy(offsets))
 
 
 def first_texts(

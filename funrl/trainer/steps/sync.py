@@ -16,10 +16,13 @@ from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.lora import on_base
 from funrl.models.weight_dtypes import narrow_weights, weight_dtype
 from funrl.role_kinds import BASE
-from funrl.rollout.certificate import certify, compare_weights, sync_digests
+from funrl.rollout.certificate import probed, sync_digests
+from funrl.rollout.engine import Engine
+from funrl.rollout.load_digest import tree_digest
 from funrl.rollout.native.control_rows import ControlTotals
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.remote.engine import RemoteEngine
+from funrl.rollout.sync_proof import PolicyProof
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import AdaptedBase, GeneratingParts, Parts
@@ -206,17 +209,43 @@ def begin_proof(
     verifies = settings.engines.verify_sync
     if not isinstance(parts, GeneratingParts) or not (verifies or probes):
         return {}
-    generator = parts.generator
-    role = parts.roles[parts.main_role]
-    params = role.whole(state.roles[parts.main_role].params, frozen)
-    source = deployed(role.placed, params, merge=not generator.engine.weights.adapters)
+    proof = parts.generator.proof
+    engine = parts.generator.engine
     with clock.phase("verify"):
-        if first and verifies:
-            compare_base(parts, frozen)
-        if probes or source.merged or generator.engine.weights.streamed:
-            return certify(role.placed, params, generator.engine, state.version, verifies, probes)
-        generator.proof.begin(sync_digests(source, generator.engine, state.version))
-    return {}
+        moves = verifies and publish(parts, state, frozen)
+        if not (probes or moves):
+            return {}
+        whole = verifies and proof.complete()
+        if not probes:
+            return proof.take()
+        proof.take()
+        role = parts.roles[parts.main_role]
+        params = role.whole(state.roles[parts.main_role].params, frozen)
+        return probed(role.placed, params, engine, state.version, whole=whole)
+
+
+def publish(parts: GeneratingParts, state: State, frozen: Mapping[str, trees.Tree]) -> bool:
+    """Begin to compare the weights of each policy with its engine's; its digest is published when that has ended.
+
+    Args:
+      frozen: weights of the roles that do not learn.
+
+    Returns: whether the comparison has to end at once, as weights may move meanwhile.
+    """
+    generator = parts.generator
+    if generator.base is not None and generator.proof.base is None:
+        compare_base(parts, frozen)
+    engines = {parts.main_role: generator.engine} | cast(dict[str, Engine], dict(generator.policies))
+    proofs: dict[str, PolicyProof] = {}
+    moves = False
+    for name, engine in engines.items():
+        role = parts.roles[name]
+        params = role.whole(state.roles[name].params, frozen)
+        source = deployed(role.placed, params, merge=not engine.weights.adapters)
+        moves |= bool(source.merged) or engine.weights.streamed
+        proofs[name] = PolicyProof(sync_digests(source, engine, state.version), engine.weights, state.version)
+    generator.proof.begin(proofs)
+    return moves
 
 
 def compare_base(parts: GeneratingParts, frozen: Mapping[str, trees.Tree]) -> None:
@@ -227,7 +256,8 @@ def compare_base(parts: GeneratingParts, frozen: Mapping[str, trees.Tree]) -> No
     """
     base = parts.generator.base
     if base is not None:
-        compare_weights(base_weights(parts, frozen), base.engine, BASE_VERSION)
+        compared = sync_digests(base_weights(parts, frozen), base.engine, BASE_VERSION).compare()
+        parts.generator.proof.base = tree_digest(compared.digests, base.engine.weights)
 
 
 def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:
