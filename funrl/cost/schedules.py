@@ -743,9 +743,9 @@ class Workload(NamedTuple):
         """Bytes of a device that can be used."""
         return self.hardware.memory * USABLE
 
-    def rank(self, pool: str = "train", apart: Collection[str] = (), memo: TraceMemo | None = None) -> RankWork:
-        """Work of a rank of a pool."""
-        return RankWork(self.prompt, self.hardware, pool, apart, memo)
+    def rank(self, pool: str = "train", scoring: Collection[str] = (), memo: TraceMemo | None = None) -> RankWork:
+        """Work of a rank of a pool, beside the generator ranks and those of the roles in `scoring`."""
+        return RankWork(self.prompt, self.hardware, pool, ("generate", *scoring), memo)
 
 
 class DeviceSplit(NamedTuple):
@@ -1015,7 +1015,7 @@ def placed_schedules(
         traced_ranks(pool_settings(settings, pool, learns=False), algorithm, work.lengths, work.rank(name)).times
         for name, pool in placement.scoring.items()
     ]
-    trainer = traced_ranks(training, algorithm, work.lengths, work.rank(apart=placement.scoring))
+    trainer = traced_ranks(training, algorithm, work.lengths, work.rank(scoring=placement.scoring))
     update = ScoredUpdate(trainer.times, scoring) if scoring else trainer.times
     run = async_run(job, update, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
     own = tuple((name, len(pool.ranks)) for name, pool in placement.scoring.items())
