@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.cost.dry_run import (
@@ -37,8 +39,10 @@ from funrl.cost.schedules import (
     TracedRanks,
     Workload,
     async_run,
+    engine_times,
     lengths_of,
     replica_ranks,
+    rows_together,
     rule_of,
     simulate_rule,
     traced_ranks,
@@ -393,26 +397,41 @@ class Space(NamedTuple):
         shards = self.given.sharding.fsdp or self.world > 1
         for tensor in _divisors(self.world):
             split = MeshSplit(tensor=tensor, sharded=shards and tensor < self.world)
-            yield self._with_smallest_engine(split) if self.writes else split
+            yield self._with_engine(split) if self.writes else split
 
-    def _with_smallest_engine(self, split: MeshSplit) -> MeshSplit:
-        """The split with the fewest ranks of a replica whose weights take at most a third of a device.
+    def _with_engine(self, split: MeshSplit) -> MeshSplit:
+        """The split with replicas whose weights take at most a third of a device.
 
-        Tensor parallel groups stay inside a node if experts can be split instead.
+        Of a dense model they have the fewest ranks. Of experts they are the fastest by formula, whose tensor parallel
+        groups stay inside a node if any do.
         """
         abilities = self.base.models[self.base.main_role].abilities
-        tensors = [n for n in _divisors(self.world) if abilities.heads % n == 0]
         experts = abilities.routers.experts if self.engine_experts and abilities.routers else 1
         engines = [
             split._replace(engine=tensor, engine_expert=expert)
-            for tensor in tensors
+            for tensor in _divisors(self.world)
             for expert in _divisors(self.world // tensor)
-            if experts % expert == 0 and (expert == 1 or tensor <= self.hardware.node)
+            if abilities.heads % tensor == 0 and experts % expert == 0
         ]
         enough = [x for x in engines if self.engine_bytes(x) <= self.room / 3]
         if not enough:
             return min(engines, key=self.engine_bytes)
-        return min(enough, key=lambda x: (x.engine > self.hardware.node, x.engine * x.engine_expert, x.engine_expert))
+        if experts == 1:
+            return enough[0]
+        return min(enough, key=lambda x: (x.engine > self.hardware.node, self._engine_seconds(x)))
+
+    def _engine_seconds(self, split: MeshSplit) -> float:
+        """Seconds in which a replica reads its prompts and decodes its rows, in waves of rows of full length."""
+        job = self.base
+        assert isinstance(job, RLJob)
+        expert = split.engine_expert
+        times = engine_times(job.models[job.main_role], self.hardware, split.engine, job.dtype.itemsize, expert=expert)
+        rows = math.ceil(rows_of_step(job) / self.engine_of(split)["data"])
+        together = min(rows, rows_together(times, expert * self.given.engines.decode_rows, self.width))
+        iteration = float(times.without_context(np.array(together))) + times.token * together * self.width / 2
+        replies = job.sampling.max_new_tokens
+        reading = times.read * (self.width - replies) * rows / job.sampling.samples
+        return math.ceil(rows / together) * replies * iteration + reading
 
     def engine_bytes(self, split: MeshSplit) -> float:
         """Bytes of the weights of a replica on a device; 0: the split gives no mesh to generate on."""
@@ -428,9 +447,6 @@ class Space(NamedTuple):
         if self.writes:
             yield lambda split, _: self._resized(split, "engine", 2)
             yield lambda split, _: self._resized(split, "engine", 0.5)
-        if self.writes and self.engine_experts:
-            yield lambda split, _: self._resized(split, "engine_expert", 2)
-            yield lambda split, _: self._resized(split, "engine_expert", 0.5)
         for axis in ("expert", "tensor", "sequence"):
             if axis in self.axes and (self.experts if axis == "expert" else axis == "tensor" or self.long):
                 for factor in (2, *(n for n in (3, 5, 7) if self.world % n == 0), 0.5):
@@ -456,8 +472,8 @@ class Space(NamedTuple):
         if size < 1 or size != int(size) or self.world % size:
             return None
         model = self.base.models[self.base.main_role]
-        experts = model.abilities.routers.experts if model.abilities.routers else 0
-        if {"expert": experts, "engine_expert": experts, "sequence": 0}.get(axis, model.abilities.heads) % size:
+        parts = {"expert": model.abilities.routers.experts if model.abilities.routers else 0, "sequence": 0}
+        if parts.get(axis, model.abilities.heads) % size:
             return None
         changed = split._replace(**{axis: int(size)})
         return None if self.world % (changed.engine_expert * max(1, changed.engine)) else self._checked(changed)
