@@ -514,12 +514,12 @@ class Space(NamedTuple):
     def least_bytes(self, split: MeshSplit, known: Mapping[MeshSplit, Trial | None]) -> float:
         """Bytes of a rank at least: those of a tried split that saves as much, over the ranks that share more tokens.
 
-        The engine's own weights are left out.
+        The engine's own weights are left out. More ranks of the expert axis would gather fewer experts.
         """
         least = [0.0]
         for other, trial in known.items():
             saves = other.remat >= split.remat and other.lean >= split.lean and other.sharded >= split.sharded
-            if trial is not None and saves and other.grouped <= split.grouped:
+            if trial is not None and saves and other.grouped <= split.grouped and other.expert >= split.expert:
                 share = other.tensor * other.sequence / (split.tensor * split.sequence)
                 least.append((trial.nbytes - self.engine_bytes(other)) * min(1.0, share))
         return max(least)
