@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/published.py [--rows=REGEX] [--write]
 
 `published.json` has the rows with their sources. A row becomes the flags of a run of funrl, and the dry run's update
-stands beside the published step. A row is fitted if the first byte of the SHA-256 of its name is even. Two constants
-are fitted on these rows: the share of the peak that products reach in whole steps (`MEASURED_SHARES`) and the seconds
-in which the devices of prime-rl's RL trainer wait for its host. The other rows test them. --write puts the table into
-README.md.
+stands beside the published step. A row is fitted if the first byte of the SHA-256 of its name is even. Three constants
+are fitted on these rows: the share of the peak that products reach in whole steps (`MEASURED_SHARES`), the seconds in
+which the devices of prime-rl's RL trainer wait for its host, and those of an iteration of NeMo RL's engine beyond
+funrl's. The other rows test them. --write puts the table into README.md.
 
 A peer's program differs from funrl's where its source says so: `PROGRAMS` has its kernels, whether layers are compiled,
 and what it moves and holds besides.
@@ -15,6 +15,7 @@ and what it moves and holds besides.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -29,11 +30,11 @@ from typing import Any, NamedTuple
 
 from funrl.algos.recipes import recipe
 from funrl.cost.dry_run import estimate, plain_job
-from funrl.cost.schedules import Workload, lengths_of, rule_of, shared_split, traced_ranks
-from funrl.cost.tracing.costs import UPDATES, Costs
+from funrl.cost.schedules import Workload, lengths_of, rule_of, shared_split, simulate_rule, traced_ranks
+from funrl.cost.tracing.costs import UPDATES, Costs, Traffic
 from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import FLASH_ATTENTION_3, HARDWARE, MEASURED_SHARES, Hardware
-from funrl.cost.verdict import Errors, phase_seconds
+from funrl.cost.verdict import Errors, communication, hidden, phase_seconds
 from funrl.mesh.text import ROW_AXES, devices, parse
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.settings import Settings, settings_of, with_flags
@@ -105,6 +106,10 @@ class Program(NamedTuple):
       adapters: their number for each product; with experts, each of them has its own.
       every_other: whether --remat=selective recomputes every second product too.
       frozen_bytes: bytes of a frozen weight; funrl has 2.
+      keeps_table: whether tied embeddings stay whole throughout the backward pass, with their gradient.
+      routed_bytes: bytes of a number of a row that goes to an expert, which it holds in the backward pass beyond funrl.
+      routed_traffic: bytes of such a number that it moves in a step beyond funrl.
+      dispatched: share of funrl's bytes between experts' ranks that it sends while nothing else runs; 0: as funrl.
       host_s: seconds of a step in which devices wait for the host.
     """
 
@@ -116,6 +121,10 @@ class Program(NamedTuple):
     adapters: int = 1
     every_other: bool = False
     frozen_bytes: int = 2
+    keeps_table: bool = False
+    routed_bytes: int = 0
+    routed_traffic: int = 0
+    dispatched: float = 0.0
     host_s: float = 0.0
 
 
@@ -125,8 +134,16 @@ class Program(NamedTuple):
 LOGIT_TRAFFIC = 80
 ADAPTER_TRAFFIC = 72
 ADAPTERS = 4  # of its benchmark's runs
+# Its layers of experts (moe.py of January 2026) weight each routed row in float32 by operators one by one. In the
+# backward pass the row, its gradient and two products of these are held, 16 bytes a number with the row's gradient of
+# 16 bits where funrl holds 4. Passes over them move 20 bytes in each of two forward passes and 38 backward, where funrl
+# moves about 18.
+ROUTED_BYTES = 12
+ROUTED_TRAFFIC = 60
 HOST_S = 0.65  # of a step of its RL trainer, fitted
-PRIME_RL = Program(
+PRIME_SFT = Program(logit_bytes=16, keeps_table=True, routed_bytes=ROUTED_BYTES, routed_traffic=ROUTED_TRAFFIC)
+PRIME_RL = PRIME_SFT._replace(
+    logit_bytes=0,
     logit_traffic=LOGIT_TRAFFIC,
     adapter_traffic=ADAPTER_TRAFFIC,
     adapters=ADAPTERS,
@@ -139,17 +156,23 @@ TRANSFORMER_ENGINE = {
     "grouped": MEASURED_SHARES.product,
     "grouped_backward": MEASURED_SHARES.product,
 }
+# AutoModel's layers of experts: one kernel to permute rows and one back, 20 bytes a number in three passes, where funrl
+# moves 91 by the dry run. DeepEP sends a token once to each rank that has some of its 8 of 128 experts, which its gate
+# draws evenly: to 5.3 of 8 ranks, where funrl sends 8 rows and room for a quarter more; what goes back is not computed
+# again, and nothing overlaps.
+DEEPEP = Program(TRANSFORMER_ENGINE, logit_bytes=16, routed_traffic=20 - 91, dispatched=5.3 / 8 / 1.25 * 5 / 6)
 TORCHTITAN = Program(logit_bytes=16, every_other=True)
 
 PROGRAMS = {
     "default": Program(),
     "prime-rl": PRIME_RL._replace(attention=FLASH_ATTENTION_3),
     "prime-rl, FA2": PRIME_RL,
-    "prime-rl, SFT": Program(FLASH_ATTENTION_3, logit_bytes=16),
-    "prime-rl, SFT, FA2": Program(logit_bytes=16),
+    "prime-rl, SFT": PRIME_SFT._replace(attention=FLASH_ATTENTION_3),
+    "prime-rl, SFT, FA2": PRIME_SFT,
     "torchtitan": TORCHTITAN,
     "torchtitan, eager": TORCHTITAN._replace(compiled=False),
     "Transformer Engine": Program(TRANSFORMER_ENGINE, logit_bytes=16),
+    "Transformer Engine, DeepEP": DEEPEP,
 }
 
 
@@ -203,7 +226,27 @@ def predict(row: Row) -> Predicted:
     updates, found = update_costs(row)
     hardware = hardware_for(row)
     seconds = sum(phase_seconds(found, costs, hardware) for costs in updates) + further_seconds(row, found, hardware)
+    seconds += sum(dispatch_seconds(row, found, costs, hardware) for costs in updates)
     return Predicted(seconds, max(peak_bytes(row, found, costs) for costs in updates) / GIB)
+
+
+def dispatch_seconds(row: Row, found: Estimate, costs: Costs, hardware: Hardware) -> float:
+    """Seconds in which a peer's layers wait for rows to and from the ranks of their experts, beyond funrl."""
+    share = PROGRAMS[row.program].dispatched
+    sent = {key: traffic for key, traffic in costs.traffic.items() if key[0].startswith("all_to_all")}
+    if not share or not sent:
+        return 0.0
+    rows = Costs(traffic={key: Traffic(0.0, share * traffic.nbytes) for key, traffic in sent.items()})
+    others = {key: traffic for key, traffic in costs.traffic.items() if key not in sent}
+    early = {key: traffic for key, traffic in costs.early.items() if key not in sent}
+    left = dataclasses.replace(costs, traffic=others, early=early)
+    now = communication(found, costs, hardware) - hidden(found, costs, hardware)
+    return (
+        communication(found, rows, hardware)
+        + communication(found, left, hardware)
+        - hidden(found, left, hardware)
+        - now
+    )
 
 
 def further_seconds(row: Row, found: Estimate, hardware: Hardware) -> float:
@@ -214,6 +257,7 @@ def further_seconds(row: Row, found: Estimate, hardware: Hardware) -> float:
     moved = float(program.logit_traffic * tokens * found.job.model.config.vocab)
     if found.trained < found.parameters:
         moved += program.adapter_traffic * tokens * sizes.layers * sizes.results
+    moved += program.routed_traffic * tokens * sizes.layers * sizes.routed
     seconds = program.host_s + moved / (hardware.bandwidth * hardware.efficiency.memory)
     if row.remat == "selective" and program.every_other:
         again = 2.0 * tokens * sizes.layers * sizes.second_weights
@@ -229,6 +273,7 @@ class LayerSizes(NamedTuple):
       results: numbers that the products of a layer write for a token.
       second_results, second_weights: results and weights of every second product of a dense layer.
       adapted_inputs: inputs and results of the products of all experts of a layer; 0: it is dense.
+      routed: numbers of a token's rows that go to experts; 0: it is dense.
     """
 
     layers: int
@@ -236,6 +281,7 @@ class LayerSizes(NamedTuple):
     second_results: int
     second_weights: int
     adapted_inputs: int
+    routed: int
 
 
 def layer_sizes(row: Row) -> LayerSizes:
@@ -249,7 +295,8 @@ def layer_sizes(row: Row) -> LayerSizes:
     experts = config.get("num_experts", config.get("n_routed_experts", 0))
     results = heads * head + 2 * keys + embed + chosen * (2 * mlp + embed)
     second = embed * keys + heads * head * embed + embed * mlp
-    return LayerSizes(layers, results, keys + embed + mlp, second, experts * 3 * (embed + mlp))
+    routed = chosen * embed if experts else 0
+    return LayerSizes(layers, results, keys + embed + mlp, second, experts * 3 * (embed + mlp), routed)
 
 
 def update_costs(row: Row) -> tuple[list[Costs], Estimate]:
@@ -261,7 +308,10 @@ def update_costs(row: Row) -> tuple[list[Costs], Estimate]:
     return [costs for name, costs in found.phases.items() if name.startswith(UPDATES)], found
 
 
-PROMPTS, SAMPLES, MINIBATCHES, PROMPT = 64, 32, 4, 150  # of NeMo RL's rows: 2,048 samples, 512 an update
+# Of NeMo RL's rows: 2,048 samples, 512 an update, packed into 4,096 tokens (`train_micro_batch_size: 1`; four times as
+# many to score), by examples/configs/recipes/llm/performance of 0.4 and 0.6. Nothing is recomputed.
+PROMPTS, SAMPLES, MINIBATCHES, PROMPT = 64, 32, 4, 150
+ITERATION_S = 0.013  # of an iteration of its engine beyond funrl's, fitted
 
 
 def sampled_seconds(row: Row) -> float:
@@ -280,7 +330,8 @@ def sampled_seconds(row: Row) -> float:
             samples_per_prompt=SAMPLES,
             minibatches=MINIBATCHES,
             max_new_tokens=most,
-            token_budget=4 * row.tokens,
+            token_budget=row.tokens,
+            score_token_budget=4 * row.tokens,
             dry_run=True,
             prompt_tokens=PROMPT,
             lengths=f"mean:{row.mean_tokens - PROMPT},max:{most}",
@@ -291,31 +342,46 @@ def sampled_seconds(row: Row) -> float:
         work = Workload(lengths_of(settings, most), PROMPT, hardware)
         alone = with_flags(settings, generate_mesh=None)
         trainer = traced_ranks(alone, recipe("grpo")(), work.lengths, work.rank())
-    return shared_split(job, trainer, row.gpus, work, rule_of(settings))[0].result.step
+    _, run = shared_split(job, trainer, row.gpus, work, rule_of(settings))
+    engine = run.engine._replace(fixed=run.engine.fixed + ITERATION_S)
+    return simulate_rule(run._replace(engine=engine), run.rule).step
 
 
 STATE_BYTES = 16  # of a trained weight: weight, gradient and moments in float32
 
 
+BACKWARD = ("backward", "activations")
+
+
 def peak_bytes(row: Row, found: Estimate, costs: Costs) -> float:
-    """Bytes of a device, with what the peer holds besides."""
+    """Bytes of a device that the peer's allocator has in use.
+
+    A peer adds gradients to those of earlier micro-batches in place, and NCCL's memory is not of its allocator.
+    """
     program = PROGRAMS[row.program]
-    sizes = parse(row.mesh)
-    logits = program.logit_bytes * row.rows * row.tokens * found.job.model.config.vocab
-    logits /= sizes["tensor"] * sizes["sequence"]
-    held = [costs.total]
-    if logits:
-        held += [sum(part.values()) - part.get("logits", 0.0) + logits for part in costs.peaks.values()]
-    held = max(held)
-    layers = layer_sizes(row)
+    sizes = layer_sizes(row)
+    config = found.job.model.config
+    learns = found.trained == found.parameters
+    split = parse(row.mesh)
+    gradients = costs.peaks["optimizer"].get("gradients", 0.0)
+    logits = program.logit_bytes * row.rows * row.tokens * config.vocab / (split["tensor"] * split["sequence"])
+    table = 2.0 * (1 + learns) * config.vocab * config.embed * (program.keeps_table and config.tied)
+    backward = table + program.routed_bytes * row.rows * row.tokens * sizes.routed
+    held = []
+    for part, kinds in costs.peaks.items():
+        nbytes = sum(kinds.values()) - kinds.get("communicators", 0.0)
+        nbytes -= max(0.0, kinds.get("gradients", 0.0) - gradients)
+        nbytes += max(0.0, logits - kinds.get("logits", 0.0)) * (part == "forward")
+        held.append(nbytes + backward * (part in BACKWARD))
+    most = max(held)
     if row.remat == "selective" and program.every_other:
-        held -= 2.0 * row.rows * row.tokens * layers.layers * layers.second_results
-    if found.trained == found.parameters:
-        return held
+        most -= 2.0 * row.rows * row.tokens * sizes.layers * sizes.second_results
+    if learns:
+        return most
     rank = row.flags["lora_rank"]
-    adapted = (program.adapters - 1) * found.trained + program.adapters * layers.layers * layers.adapted_inputs * rank
+    adapted = (program.adapters - 1) * found.trained + program.adapters * sizes.layers * sizes.adapted_inputs * rank
     further = (program.frozen_bytes - 2) * found.parameters + STATE_BYTES * adapted * (program.adapters > 1)
-    return held + further / devices(sizes)
+    return most + further / devices(split)
 
 
 AIMS = {"seconds": 0.15, "gib": 0.1}  # errors that an estimate should stay below

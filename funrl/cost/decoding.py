@@ -109,7 +109,10 @@ def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
 
 
 def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
-    """Rows of full length that the cache of one rank has room for, and bytes of the pages of one."""
+    """Rows of full length that the cache of one rank has room for, and bytes of the pages of one in the mean.
+
+    The completions of a prompt share its whole pages.
+    """
     job = work.job
     generator = work.whole
     assert isinstance(generator.whole, NativeEngine)
@@ -117,8 +120,9 @@ def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
     page = hardware_page_tokens(work.hardware)
     pages = -(-work.turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens) // page)
     mesh = generator.whole.weights.mesh
-    row_bytes = pages * model.page_bytes(mesh, page, job.dtype)
-    row_bytes += model.cell_bytes(mesh, job.dtype)
+    shared = work.prompt_tokens // page
+    own = pages - shared + shared / sampling.samples
+    row_bytes = math.ceil(own * model.page_bytes(mesh, page, job.dtype)) + model.cell_bytes(mesh, job.dtype)
     given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
     return int(given // row_bytes) - (generator.whole.control is not None), row_bytes
 
@@ -134,6 +138,7 @@ class WaveSizes(NamedTuple):
     Attributes:
       rows: rows that are decoded together.
       row_pages: pages of a row of full length.
+      pages: of all rows, of which those of a prompt share its whole pages.
       fresh: prompts of the wave: their completions share one prefill.
       prompts, prompt_tokens: prompts of a prefill, and new tokens of each.
       answered: rows that read the context of a later turn together.
@@ -142,6 +147,7 @@ class WaveSizes(NamedTuple):
 
     rows: int
     row_pages: int
+    pages: int
     fresh: float
     prompts: int
     prompt_tokens: int
@@ -155,9 +161,13 @@ def wave_sizes(work: EngineWork, sampling: Sampling, count: int) -> WaveSizes:
     most = pass_tokens(_device(work.hardware))
     fresh = count / sampling.samples
     length = turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens)
+    page = hardware_page_tokens(work.hardware)
+    row_pages = -(-length // page)
+    shared = work.prompt_tokens // page
     return WaveSizes(
         rows=count,
-        row_pages=-(-length // hardware_page_tokens(work.hardware)),
+        row_pages=row_pages,
+        pages=count * (row_pages - shared) + math.ceil(fresh) * shared,
         fresh=fresh,
         prompts=min(max(1, most // work.prompt_tokens), math.ceil(fresh)),
         prompt_tokens=min(work.prompt_tokens, most),
@@ -228,7 +238,7 @@ def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length
     wanted = generator.whole.weights.layouts
     page = hardware_page_tokens(hardware)
     count = sizes.rows
-    pages = count * sizes.row_pages
+    pages = sizes.pages
     cells = count if model.cell_bytes(mesh, job.dtype) else 0
     cache = model.empty_cache(mesh, pages, page, job.dtype, torch.device("meta"), cells=cells)
     assert model.unembed is not None
@@ -239,7 +249,7 @@ def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length
     params = make_weights(tracer, wanted, job.dtype)
     factors = make_weights(tracer, adapted, job.dtype)
     backend = TorchBackend(with_unread_pictures(model), mesh, job.dtype, None, page)
-    table_SP = torch.arange(pages, dtype=torch.int32).view(count, sizes.row_pages)
+    table_SP = torch.arange(count * sizes.row_pages, dtype=torch.int32).remainder(pages).view(count, sizes.row_pages)
     pictured: Request | None = None  # a prompt with pictures, if they have some
     state_bytes = 0
 

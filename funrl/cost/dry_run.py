@@ -316,7 +316,7 @@ def pool_phases(
       dtype: of the weights of roles that do not learn.
       rests: bytes by kind that it holds between phases.
       pool: what the rank does: "train", "generate" or the name of a role.
-      apart: roles, or the judge, on ranks of their own.
+      apart: as in `RankWork`.
     """
     if pool == "train":
         others = sum(stored_bytes(role, dtype) for name, role in parts.roles.items() if name in apart)
@@ -514,7 +514,7 @@ class RankWork(NamedTuple):
       tokens: of a prompt, or of a text where texts are given.
       hardware: of the rank.
       pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
-      apart: roles, or the judge, on ranks of their own.
+      apart: the other pools: "generate", and roles, or the judge, on ranks of their own.
       memo: of a search.
     """
 
@@ -552,7 +552,8 @@ def estimate(
     with tracing.pretended(job.sizes, None if hardware.tpu else hardware.node) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else without_generator(built)
-        agents = agent_bytes(job, parts, pool) + (sent_copies(job, parts) if pool == "train" else 0.0)
+        sends = pool == "train" and "generate" in apart
+        agents = agent_bytes(job, parts, pool) + (sent_copies(job, parts) if sends else 0.0)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
         if memo is not None and pool in ("", "train") and not job.settings.devices.offload:

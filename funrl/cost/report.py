@@ -311,7 +311,7 @@ def placed_report(
     seconds = {}
     for name, pool in placement.pools.items():
         own = pool_settings(settings, pool, learns=placement.shards(name))
-        work = RankWork(tokens, hardware, name, tuple(placement.scoring))
+        work = RankWork(tokens, hardware, name, ("generate", *placement.scoring))
         report, numbers[name], seconds[name] = rank_report(own, algorithm, work)
         parts.append(f"{name}: {report}")
     job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)

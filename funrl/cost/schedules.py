@@ -21,7 +21,7 @@ import heapq
 import json
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -80,14 +80,16 @@ class EngineTimes(NamedTuple):
         return self.fixed + np.maximum(streamed, self.row * rows)
 
 
-def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 2) -> EngineTimes:
-    """Times of a replica of some devices.
+def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 2, expert: int = 1) -> EngineTimes:
+    """Times of a replica of `tensor` times `expert` devices.
 
     Args:
       model: that it generates with.
       hardware: of each device.
-      tensor: devices of the replica, which split each layer.
+      tensor: devices that split each layer.
       item: bytes per number.
+      expert: groups of these devices that split the experts, each of which has rows of its own. A layer gathers the
+        rows of all groups and adds up the results.
     """
     cost = model.abilities.cost
     speed = hardware.bandwidth * hardware.efficiency.memory
@@ -106,17 +108,27 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
     flops = 2 * (cost.used_parameters(whole) - tables / 2)
     cached = cost.cached(tensor) * item
     state = cost.state(tensor) * max(item, 4)
-    resting = item * whole / tensor
+    ranks = tensor * expert
+    resting = item * ((whole - own) / tensor + own / ranks)
+    exchanges = 2 * layers * (expert > 1)
+    row_bytes = float(exchanges * model.config.embed * item)
+    exchanged = collective_seconds(hardware, "all_gather", 0, row_bytes, expert, max(1, hardware.node // tensor))
+    read = (flops / tensor / rate + row_sums) / expert + exchanged
     return EngineTimes(
-        fixed=layers * GRAPH_KERNELS * hardware.launch + sums * hardware.latency,
+        fixed=layers * GRAPH_KERNELS * hardware.launch + (sums + exchanges) * hardware.latency,
         weights=item * dense / tensor / speed,
-        experts=item * own / tensor / speed,
+        experts=item * own / ranks / speed,
         idle=0.0 if routers is None else 1 - routers.per_token / routers.experts,
-        row=flops / tensor / rate + row_sums + 2 * state / speed,
-        token=cached / speed,
-        read=flops / tensor / rate + row_sums,
-        capacity=max(0.0, hardware.memory * USABLE - resting) / cached,
+        row=read + 2 * state / speed / expert,
+        token=cached / speed / expert,
+        read=read,
+        capacity=expert * max(0.0, hardware.memory * USABLE - resting) / cached,
     )
+
+
+def replica_ranks(sizes: Mapping[str, int]) -> int:
+    """Devices of a replica on a mesh to generate on."""
+    return sizes["expert"] * sizes["tensor"]
 
 
 SPREAD = 0.8  # deviation of the logarithm, where none is given
@@ -744,9 +756,9 @@ class Workload(NamedTuple):
         """Bytes of a device that can be used."""
         return self.hardware.memory * USABLE
 
-    def rank(self, pool: str = "train", apart: Collection[str] = (), memo: TraceMemo | None = None) -> RankWork:
-        """Work of a rank of a pool."""
-        return RankWork(self.prompt, self.hardware, pool, apart, memo)
+    def rank(self, pool: str = "train", scoring: Collection[str] = (), memo: TraceMemo | None = None) -> RankWork:
+        """Work of a rank of a pool, beside the generator ranks and those of the roles in `scoring`."""
+        return RankWork(self.prompt, self.hardware, pool, ("generate", *scoring), memo)
 
 
 class DeviceSplit(NamedTuple):
@@ -867,25 +879,26 @@ def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule
     """The run that trains on a job's mesh and generates on other devices.
 
     Args:
-      job: on the mesh of its trainer; replicas of the engine have the tensor ranks of its generate mesh.
+      job: on the mesh of its trainer; replicas of the engine have the tensor and expert ranks of its generate mesh.
       update: times of the trainer.
       generate: devices of the generators.
       work: its rows.
       rule: bounds of the ledger.
     """
     model = job.models[job.main_role]
-    tensor = job.generate_sizes["tensor"]
-    times = engine_times(model, work.hardware, tensor, job.dtype.itemsize)
+    tensor, expert = job.generate_sizes["tensor"], job.generate_sizes["expert"]
+    times = engine_times(model, work.hardware, tensor, job.dtype.itemsize, expert)
     turns = turns_of(job.settings)
-    weights = job.dtype.itemsize * trees.count(model.shapes) / tensor
+    own = model.abilities.cost.expert_parameters
+    weights = job.dtype.itemsize * (trees.count(model.shapes) - own + own / expert) / tensor
     return AsyncRun(
         rule=rule,
         samples=job.sampling.samples,
         lengths=work.lengths,
         prompt=work.prompt,
         engine=times,
-        replicas=generate // tensor,
-        slots=rows_together(times, job.settings.engines.decode_rows, work.prompt + work.lengths.mean),
+        replicas=generate // (expert * tensor),
+        slots=rows_together(times, expert * job.settings.engines.decode_rows, work.prompt + work.lengths.mean),
         update=update,
         transfer=message_seconds(work.hardware, 1, weights, near=False),
         environment=turns.episode_waits,
@@ -912,11 +925,11 @@ def simulate_splits(
     """
     everything = Mesh(job.sizes).world
     unit = everything // job.sizes["data"]
-    tensor = job.generate_sizes["tensor"]
+    replica = replica_ranks(job.generate_sizes)
     runs = dict([shared_split(job, trainer, everything, work, rule)])
-    for train in _counts(everything, unit, tensor):
+    for train in _counts(everything, unit, replica):
         run = async_run(job, trainer.on(train)[1], everything - train, work, rule)
-        generating = run.replicas * tensor
+        generating = run.replicas * replica
         fits = trainer.nbytes(train) <= work.room
         runs[DeviceSplit(train, generating, False, fits, simulate_rule(run, rule))] = run
     return sorted(runs, key=split_key), runs
@@ -935,9 +948,9 @@ def split_key(split: DeviceSplit) -> tuple[bool, float]:
     return not split.fits, split.result.step
 
 
-def _counts(everything: int, unit: int, tensor: int) -> Sequence[int]:
+def _counts(everything: int, unit: int, replica: int) -> Sequence[int]:
     """Numbers of devices of a trainer: some numbers that leave whole replicas for generation, evenly spaced."""
-    counts = [n for n in range(unit, everything, unit) if (everything - n) % tensor == 0]
+    counts = [n for n in range(unit, everything, unit) if (everything - n) % replica == 0]
     stride = math.ceil((len(counts) + 1) / MOST_SPLITS)
     return counts[stride - 1 :: stride]
 
@@ -1030,7 +1043,7 @@ def placed_schedules(
         traced_ranks(pool_settings(settings, pool, learns=False), algorithm, work.lengths, work.rank(name)).times
         for name, pool in placement.scoring.items()
     ]
-    trainer = traced_ranks(training, algorithm, work.lengths, work.rank(apart=placement.scoring))
+    trainer = traced_ranks(training, algorithm, work.lengths, work.rank(scoring=placement.scoring))
     update = ScoredUpdate(trainer.times, scoring) if scoring else trainer.times
     run = async_run(job, update, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
     own = tuple((name, len(pool.ranks)) for name, pool in placement.scoring.items())

@@ -12,9 +12,12 @@ a batch, which other numbers of devices share; the run of each division is simul
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from funrl import trees
 from funrl.algos.core import Algorithm
@@ -36,7 +39,10 @@ from funrl.cost.schedules import (
     TracedRanks,
     Workload,
     async_run,
+    engine_times,
     lengths_of,
+    replica_ranks,
+    rows_together,
     rule_of,
     simulate_rule,
     traced_ranks,
@@ -70,6 +76,7 @@ class MeshSplit(NamedTuple):
       sharded: whether weights are sharded over ranks that have other tokens.
       grouped: whether they are so inside of each node only; it takes the expert axis of a model without experts.
       engine: tensor ranks of the mesh to generate on; 0: the default one.
+      engine_expert: expert ranks of that mesh, where `engine` gives it.
       remat: recompute layers in the backward pass.
       lean: divide the token budget by `SAVING`.
     """
@@ -80,6 +87,7 @@ class MeshSplit(NamedTuple):
     sharded: bool = False
     grouped: bool = False
     engine: int = 0
+    engine_expert: int = 1
     remat: bool = False
     lean: bool = False
 
@@ -335,6 +343,12 @@ class Space(NamedTuple):
         return has_experts(self.base.models)
 
     @property
+    def engine_experts(self) -> bool:
+        """True if the engine splits the experts of the model that it generates with."""
+        model = self.base.models[self.base.main_role]
+        return self.given.engines.abilities.shares_experts and model.abilities.routers is not None
+
+    @property
     def long(self) -> bool:
         """True if a micro-batch has few rows, or a rank none, so that splitting tokens may help."""
         return 4 * self.width > self.given.updates.token_budget or rows_of_step(self.base) < self.world
@@ -351,6 +365,11 @@ class Space(NamedTuple):
             return None
         return {"data": data, "expert": near, "sequence": split.sequence, "tensor": split.tensor}
 
+    def engine_of(self, split: MeshSplit) -> dict[str, int]:
+        """Sizes of the mesh to generate on that the split gives."""
+        sizes = {"expert": split.engine_expert, "tensor": max(1, split.engine)}
+        return dict.fromkeys(AXES, 1) | sizes | {"data": self.world // replica_ranks(sizes)}
+
     def settings_of(self, split: MeshSplit) -> Settings:
         """Flags of a split that `mesh_of` has sizes for."""
         sizes = self.mesh_of(split)
@@ -364,7 +383,7 @@ class Space(NamedTuple):
         if isinstance(self.base, RLJob):
             model = self.base.models[self.base.main_role]
             default = generate_sizes(with_flags(self.given, **flags), sizes, model, self.hardware.memory)
-        engine = dict.fromkeys(AXES, 1) | {"data": self.world // max(1, split.engine), "tensor": split.engine}
+        engine = self.engine_of(split)
         if split.engine and engine != default:
             flags["generate_mesh"] = meshes.text(engine)
         if split.remat:
@@ -377,20 +396,48 @@ class Space(NamedTuple):
         """Splits to begin with, until one can be: data parallel, or as little tensor parallel as can be."""
         shards = self.given.sharding.fsdp or self.world > 1
         for tensor in _divisors(self.world):
-            yield MeshSplit(tensor=tensor, sharded=shards and tensor < self.world, engine=self._smallest_engine())
+            split = MeshSplit(tensor=tensor, sharded=shards and tensor < self.world)
+            yield self._with_engine(split) if self.writes else split
 
-    def _smallest_engine(self) -> int:
-        """Tensor ranks of the narrowest engine whose weights take at most a third of a device; 0: the default."""
-        if not self.writes:
-            return 0
-        nbytes = self.base.dtype.itemsize * self.parameters
-        room = self.room / 3
-        enough = [n for n in _divisors(self.world) if nbytes / n <= room and self._generates(n)]
-        return next(iter(enough), next((n for n in reversed(_divisors(self.world)) if self._generates(n)), 0))
+    def _with_engine(self, split: MeshSplit) -> MeshSplit:
+        """The split with replicas whose weights take at most a third of a device.
 
-    def _generates(self, tensor: int) -> bool:
-        """True if the engine's model can be laid out on so many tensor ranks."""
-        return self.base.models[self.base.main_role].abilities.heads % tensor == 0
+        Of a dense model they have the fewest ranks. Of experts they are the fastest by formula, whose tensor parallel
+        groups stay inside a node if any do.
+        """
+        abilities = self.base.models[self.base.main_role].abilities
+        experts = abilities.routers.experts if self.engine_experts and abilities.routers else 1
+        engines = [
+            split._replace(engine=tensor, engine_expert=expert)
+            for tensor in _divisors(self.world)
+            for expert in _divisors(self.world // tensor)
+            if abilities.heads % tensor == 0 and experts % expert == 0
+        ]
+        enough = [x for x in engines if self.engine_bytes(x) <= self.room / 3]
+        if not enough:
+            return min(engines, key=self.engine_bytes)
+        if experts == 1:
+            return enough[0]
+        return min(enough, key=lambda x: (x.engine > self.hardware.node, self._engine_seconds(x)))
+
+    def _engine_seconds(self, split: MeshSplit) -> float:
+        """Seconds in which a replica reads its prompts and decodes its rows, in waves of rows of full length."""
+        job = self.base
+        assert isinstance(job, RLJob)
+        expert = split.engine_expert
+        times = engine_times(job.models[job.main_role], self.hardware, split.engine, job.dtype.itemsize, expert=expert)
+        rows = math.ceil(rows_of_step(job) / self.engine_of(split)["data"])
+        together = min(rows, rows_together(times, expert * self.given.engines.decode_rows, self.width))
+        iteration = float(times.without_context(np.array(together))) + times.token * together * self.width / 2
+        replies = job.sampling.max_new_tokens
+        reading = times.read * (self.width - replies) * rows / job.sampling.samples
+        return math.ceil(rows / together) * replies * iteration + reading
+
+    def engine_bytes(self, split: MeshSplit) -> float:
+        """Bytes of the weights of a replica on a device; 0: the split gives no mesh to generate on."""
+        own = self.base.models[self.base.main_role].abilities.cost.expert_parameters
+        numbers = self.parameters - own + own / split.engine_expert
+        return self.base.dtype.itemsize * numbers / split.engine if split.engine else 0.0
 
     def moves(self) -> Iterator[Move]:
         """Changes of a split, each to one that may be better; None: it cannot be made."""
@@ -428,7 +475,8 @@ class Space(NamedTuple):
         parts = {"expert": model.abilities.routers.experts if model.abilities.routers else 0, "sequence": 0}
         if parts.get(axis, model.abilities.heads) % size:
             return None
-        return self._checked(split._replace(**{axis: int(size)}))
+        changed = split._replace(**{axis: int(size)})
+        return None if self.world % (changed.engine_expert * max(1, changed.engine)) else self._checked(changed)
 
     def _whole(self, split: MeshSplit, best: Trial) -> MeshSplit | None:
         """Whole weights instead of sharded ones, if they have room."""
@@ -466,15 +514,14 @@ class Space(NamedTuple):
     def least_bytes(self, split: MeshSplit, known: Mapping[MeshSplit, Trial | None]) -> float:
         """Bytes of a rank at least: those of a tried split that saves as much, over the ranks that share more tokens.
 
-        The engine's own weights are left out.
+        The engine's own weights are left out. More ranks of the expert axis would gather fewer experts.
         """
         least = [0.0]
         for other, trial in known.items():
             saves = other.remat >= split.remat and other.lean >= split.lean and other.sharded >= split.sharded
-            if trial is not None and saves and other.grouped <= split.grouped:
+            if trial is not None and saves and other.grouped <= split.grouped and other.expert >= split.expert:
                 share = other.tensor * other.sequence / (split.tensor * split.sequence)
-                weights = self.base.dtype.itemsize * self.parameters / other.engine if other.engine else 0.0
-                least.append((trial.nbytes - weights) * min(1.0, share))
+                least.append((trial.nbytes - self.engine_bytes(other)) * min(1.0, share))
         return max(least)
 
     def _checked(self, split: MeshSplit) -> MeshSplit | None:
@@ -743,8 +790,12 @@ def _division(
     node = work.hardware.node
     widest = node if fits_node else node * MOST_NODES
     best = None
-    for tensor in (n for n in _divisors(generate) if n <= widest and model.abilities.heads % n == 0):
-        engine = dict.fromkeys(AXES, 1) | {"data": generate // tensor, "tensor": tensor}
+    experts = job.settings.engines.abilities.shares_experts and model.abilities.routers
+    for tensor, expert in itertools.product(_divisors(generate), repeat=2):
+        splits = tensor <= widest and model.abilities.heads % tensor == 0 and generate % (tensor * expert) == 0
+        if not splits or (expert > 1 and (not experts or experts.experts % expert)):
+            continue
+        engine = dict.fromkeys(AXES, 1) | {"data": generate // (tensor * expert), "expert": expert, "tensor": tensor}
         run = async_run(dataclasses.replace(job, generate_sizes=engine), update, generate, work, rule)
         if run.engine.capacity >= work.prompt + work.lengths.most:
             rows = min(run.slots, math.ceil(run.rule.places * run.samples / run.replicas))

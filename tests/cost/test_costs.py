@@ -27,6 +27,38 @@ def test_the_tracer_counts_what_lives():
     assert tracer.sum == w.numel() * 4
 
 
+def test_gathers_read_the_chosen_rows_of_their_source():
+    tracer = Tracer(H100)
+    with tracer, tracer.phase("all"):
+        x = torch.zeros(100_000, 1000)
+        rows = torch.arange(1000)
+        for gather in (
+            lambda: x[rows],
+            lambda: x.index_select(0, rows),
+            lambda: torch.nn.functional.embedding(rows, x),
+        ):
+            before = tracer.now.seconds
+            gather()
+            read = op_seconds(H100, 0, 2 * 4e6 + rows.nbytes, torch.float32)
+            assert tracer.now.seconds - before == pytest.approx(read, abs=H100.launch)  # with that of a view
+
+
+def test_the_backward_pass_has_a_moment_of_most_activations_and_one_with_gradients():
+    """Deeper models may have the largest sum in either: one has inputs of all layers, the other all gradients."""
+    tracer = Tracer(CPU, {(64, 64)})
+    weights = [torch.zeros(64, 64, requires_grad=True) for _ in range(6)]
+    with tracer, tracer.phase("update_policy"):
+        x = torch.zeros(256, 64)
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        torch.autograd.grad(x.sum(), weights)
+    peaks = tracer.phases["update_policy"].peaks
+    first, whole = peaks["activations"], peaks["backward"]
+    assert sum(first.values()) <= sum(whole.values())
+    assert sum(first.values()) - first["gradients"] >= sum(whole.values()) - whole["gradients"]
+    assert first["activations"] >= whole["activations"] and first["gradients"] <= whole["gradients"]
+
+
 def test_masks_that_are_not_known_are_true_everywhere():
     tracer = Tracer(CPU)
     with tracer:

@@ -138,6 +138,20 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path, text):
         read_trace(file)
 
 
+def test_completions_of_a_prompt_share_its_whole_pages():
+    job = small("grpo", batch_prompts=4, samples_per_prompt=4, max_new_tokens=8)
+    page = decoding.hardware_page_tokens(CPU)
+    work = work_of(job, Turns())._replace(prompt_tokens=3 * page + 1)
+    sizes = decoding.wave_sizes(work, job.sampling, 16)
+    own = -(-(3 * page + 9) // page) - 3
+    assert own >= 1 and sizes.row_pages == 3 + own and sizes.pages == 4 * 3 + 16 * own
+    page_bytes = job.model.page_bytes(work.whole.whole.weights.mesh, page, job.dtype)
+    rows, row_bytes = decoding.rows_in_cache(work, job.sampling)
+    assert 16 * row_bytes == sizes.pages * page_bytes and rows == 1e9 // row_bytes
+    alone = dataclasses.replace(job.sampling, samples=1)
+    assert decoding.rows_in_cache(work, alone)[1] == sizes.row_pages * page_bytes
+
+
 def test_pages_of_waiting_episodes_are_held_while_there_is_room():
     job = small("grpo", task="calculator", batch_prompts=32, decode_rows=8, max_new_tokens=4)
     turns = Turns(4, 2, 1.0)

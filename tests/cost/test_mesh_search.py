@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from dry_jobs import CPU, H100, LLAMA_70B, plain, settings, write_config
+from dry_jobs import CPU, H100, LLAMA_70B, QWEN3_30B, plain, settings, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
@@ -43,6 +43,21 @@ def test_a_split_gives_the_data_axis_what_no_other_one_has():
     }
     grouped = of_16.settings_of(MeshSplit(sharded=True, grouped=True))
     assert split_flags(grouped, of_16.given) == {"mesh": "dp2,ep8", "fsdp": True, "fsdp_axes": "ep"}
+
+
+def test_experts_are_split_over_ranks_of_an_engine_where_it_is_faster(tmp_path):
+    """Weights of 61 GB on devices of 20 GB, where one rank may have a third of 18.4 GB."""
+    job = plain("grpo", model=write_config(tmp_path, **QWEN3_30B), batch_prompts=256, max_new_tokens=2048)
+    small = H100._replace(memory=20e9)
+    given = settings(mesh="auto:64", dtype="bfloat16", batch_prompts=256, max_new_tokens=2048)
+    of_64 = Space(given, 64, job, ("data", "tensor", "expert"), small, 2560, True)
+    split = of_64._with_engine(MeshSplit())
+    assert split.engine_expert > 1 and split.engine <= small.node
+    assert of_64.engine_bytes(split) <= small.memory * USABLE / 3
+    sizes = of_64.engine_of(split)
+    assert sizes["data"] * sizes["expert"] * sizes["tensor"] == 64
+    assert of_64.settings_of(split).devices.generate_mesh == text(sizes)
+    assert of_64._engine_seconds(split) <= of_64._engine_seconds(split._replace(engine=16, engine_expert=1))
 
 
 def test_axes_that_the_model_has_nothing_for_are_told(tmp_path):

@@ -8,7 +8,7 @@ from dry_jobs import CPU, plain
 
 from funrl import trees
 from funrl.algos.recipes import recipe
-from funrl.cost.dry_run import pool_transfers, row_token_bytes, row_traffic, sent_copies
+from funrl.cost.dry_run import estimate, pool_transfers, row_token_bytes, row_traffic, sent_copies
 from funrl.cost.report import dry_run
 from funrl.cost.tracing.estimate import pretended
 from funrl.mesh.mesh import Mesh
@@ -77,6 +77,15 @@ def test_trainer_ranks_hold_the_weights_that_they_send_and_those_of_16_bits_that
         copies.append(sent_copies(job, parts))
     whole = 4 * sum(x.numel() for x in trees.leaves(job.model.shapes))
     assert copies == [whole, whole]
+
+
+def test_ranks_hold_sent_copies_only_beside_generator_ranks():
+    """A run on shared devices sends nothing, nor do the steps of `funrl compile` or a supervised run."""
+    job = plain("grpo", dtype="bfloat16")
+    with pretended(job.sizes) as mesh:
+        copies = sent_copies(job, build(job, mesh, lambda _: None))
+    alone, beside = (estimate(job, 10, CPU, "train", apart).phases for apart in ((), ("generate",)))
+    assert {name: beside[name].total - costs.total for name, costs in alone.items()} == dict.fromkeys(alone, copies)
 
 
 def test_adapters_alone_go_and_rows_of_older_weights_have_a_version():

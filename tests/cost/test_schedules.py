@@ -25,6 +25,7 @@ from funrl.cost.schedules import (
 )
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.experts import Experts
 from funrl.rollout.ledger import LedgerRule
 from funrl.trainer.settings.settings import settings_of
 
@@ -118,6 +119,19 @@ def test_engine_times_are_bytes_and_flops_over_rates():
     half = engine_times(model, hardware, tensor=2)
     assert half.weights == pytest.approx(times.weights / 2) and half.token == pytest.approx(times.token / 2)
     assert half.fixed - times.fixed == pytest.approx(4 * hardware.latency)  # two sums in each of two layers
+
+
+def test_ranks_that_split_experts_have_rows_of_their_own():
+    sizes = {"vocab": 1000, "embed": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head": 16, "mlp": 128}
+    experts = Experts(count=8, per_token=2, mlp=32)
+    model = decoder_model(decoder_config(**sizes, experts=experts, max_positions=128, eos=(1,), pad=0))
+    hardware = HARDWARE["h100"]
+    one, four = (engine_times(model, hardware, expert=n) for n in (1, 4))
+    assert one.experts and four.experts == pytest.approx(one.experts / 4) and four.weights == one.weights
+    assert four.token == pytest.approx(one.token / 4) and four.capacity > 4 * one.capacity
+    assert four.fixed - one.fixed == pytest.approx(4 * hardware.latency)  # a gather and a sum in each of two layers
+    sent = 2 * 2 * 64 * 2 * 0.75 / (hardware.link * 0.7)
+    assert four.row - one.row / 4 == pytest.approx(sent)
 
 
 def test_only_the_experts_of_the_rows_are_read():

@@ -381,7 +381,7 @@ def engine_passes(
     job = plan.job
     model = job.model
     sizes = plan.sizes
-    pages = sizes.rows * sizes.row_pages
+    pages = sizes.pages
     functions = EnginePrograms(model, job.generate_sizes, job.dtype, plan.page_tokens)
     spare = Spare(pages, sizes.rows if model.cell_bytes(functions.chips, job.dtype) else None)
     dtypes = weight_dtypes(plan.weights, job.dtype)

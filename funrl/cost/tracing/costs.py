@@ -34,7 +34,8 @@ class Costs:
 
     Attributes:
       peaks: for each part of the phase (forward, backward, optimizer, other) the bytes by kind at the moment when their
-        sum was the largest.
+        sum was the largest; as "activations", at the moment of the backward pass when most was held besides gradients,
+        which may be the largest in a deeper model.
       flops: FLOPs of matrix products and attention.
       seconds: seconds of all kernels, each bound by arithmetic, memory or its launch; without collectives.
       bounds: these seconds by what bounds a kernel, see `hardware.kernel_seconds`.

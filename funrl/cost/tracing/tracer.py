@@ -113,7 +113,12 @@ def work_of(
     if not flops and (operator.idle or operator.name in _UNWRITTEN):
         return None
     packet = func.overloadpacket
-    nbytes = _BYTES[packet](*args) if packet in _BYTES else nbytes_of((args, tuple(outs)))
+    if packet in _BYTES:
+        nbytes = _BYTES[packet](*args)
+    elif packet in _GATHERS:  # of their source they read the chosen rows alone
+        nbytes = nbytes_of((args[1:], *outs)) + min(nbytes_of(args[:1]), nbytes_of(outs))
+    else:
+        nbytes = nbytes_of((args, tuple(outs)))
     if func in _ROOMS:  # written and read
         nbytes += 2 * _ROOMS[func](*args)
     if operator.mutable and not func._schema.returns and packet not in _BYTES:
@@ -224,6 +229,7 @@ _BYTES = {  # of operators that do not read all of their arguments, or write to 
         q, latent, up, cache, rest[5]
     ),
 }
+_GATHERS = (_aten.index_select, _aten.index, _aten.gather, _aten.embedding)
 _BY_SHAPES = frozenset(
     (  # beside those that are elementwise; indices are positions then, and no masks
         _aten.index.Tensor,
@@ -731,9 +737,13 @@ class Tracer(TorchDispatchMode):
     def _record_peak(self) -> None:
         backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
         part = "backward" if backward else "forward" if torch.is_grad_enabled() else self.part
-        if self.sum > self.highest.get(part, -1.0):
-            self.highest[part] = self.sum
-            self.now.peaks[part] = dict(self.held)
+        moments = {part: self.sum}
+        if backward:
+            moments["activations"] = self.sum - self.held["gradients"]
+        for moment, nbytes in moments.items():
+            if nbytes > self.highest.get(moment, -1.0):
+                self.highest[moment] = nbytes
+                self.now.peaks[moment] = dict(self.held)
 
     def _kind(self, func: Any, x: Tensor) -> str:
         if not x.is_floating_point():
