@@ -45,9 +45,9 @@ def verl_text(messages: Conversation, template: ChatTemplate) -> Text:
       DataError: the messages rendered together have other tokens: verl's check, off by `ignore_input_ids_mismatch`.
     """
     bare = template._replace(tools=())
-    one = _rendered([_EMPTY], bare)  # most templates write a system message of their own before it
-    system = len(one) - (len(_rendered([_EMPTY, _EMPTY], bare)) - len(one))
-    opening = len(_rendered([_EMPTY], bare, opens=True)) - len(one)
+    first = _rendered([_EMPTY], bare)  # most templates write a system message of their own before it
+    system = len(first) - (len(_rendered([_EMPTY, _EMPTY], bare)) - len(first))
+    opening = len(_rendered([_EMPTY], bare, opens=True)) - len(first)
     tokens: list[int] = []
     trained: list[bool] = []
     for number, message in enumerate(messages):

@@ -81,7 +81,7 @@ def add_factors(out: Tensor, inner: Tensor, weight: LowRank) -> Tensor:
 
 
 def grouped_factors(x: Tensor, weight: LowRank, ends: Tensor) -> Tensor:
-    """What the factors of experts add to their products with rows [M, in] that are sorted by expert; [M, out].
+    """Add-on of the experts' factors to products with rows [M, in] that are sorted by expert; [M, out].
 
     Args:
       ends: as in `grouped_linear`.

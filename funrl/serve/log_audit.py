@@ -21,7 +21,7 @@ _MOST_BYTES = 4  # bytes, of which each may be a token
 
 
 class Trained(NamedTuple):
-    """What a trainer would train of an entry.
+    """Tokens of an entry that a trainer would train.
 
     Attributes:
       rows: number of its rows.
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What an entry holds.
+    """Contents of an entry.
 
     Attributes:
       entry: itself.
@@ -166,7 +166,7 @@ def _template_tokens(node: Node, template: ChatTemplate) -> int:
 
 
 def _words(message: Message) -> list[str]:
-    """What a message says, without white space; parts of calls one by one."""
+    """Text of a message without white space; parts of calls one by one."""
     texts = [message.get("reasoning_content"), message.get("content")]
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]

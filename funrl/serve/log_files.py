@@ -44,7 +44,7 @@ _ASKED = {"role": "user", "content": "?"}
 
 
 class LogEntry(NamedTuple):
-    """What a log has of one episode or conversation.
+    """Entry of a log: one episode or conversation.
 
     Attributes:
       source: file and line.
@@ -157,13 +157,15 @@ def _relayed(
 ) -> LogEntry:
     """A trace without tokens: each reply is a call after the messages before it."""
     tools = normal_tools(trace.get("tools") or ())
-    said: list[list[Message]] = []
+    histories: list[list[Message]] = []
     calls = []
     for number, node in enumerate(trace["nodes"]):
-        before = [] if node.get("parent") is None else said[node["parent"]]
-        said.append([*before, normal_message(_plain(node["message"]))])
+        before = [] if node.get("parent") is None else histories[node["parent"]]
+        histories.append([*before, normal_message(_plain(node["message"]))])
         if node["sampled"]:
-            calls.append(LoggedCall(source, form, before, said[-1][-1], tools, models.get(number, UNKNOWN_WEIGHTS)))
+            calls.append(
+                LoggedCall(source, form, before, histories[-1][-1], tools, models.get(number, UNKNOWN_WEIGHTS))
+            )
     (entry,) = grouped_calls(calls, template, together=True)
     return entry
 
@@ -287,8 +289,8 @@ def _text_entry(
         seen = turn = 0  # messages
         for sampled, group in itertools.groupby(zip(row.trained, row.tokens, strict=True), key=lambda pair: pair[0]):
             turn = turn if sampled else next(turns, 0)
-            said = messages[turn : turn + 1] if sampled else messages[seen:turn]
-            node = Node(node, [token for _, token in group], sampled, messages=said)
+            turn_messages = messages[turn : turn + 1] if sampled else messages[seen:turn]
+            node = Node(node, [token for _, token in group], sampled, messages=turn_messages)
             seen = turn + 1
             if sampled:
                 weights[node] = f"step {record['step']}" if "step" in record else UNKNOWN_WEIGHTS

@@ -122,7 +122,7 @@ def operator(
 
 
 def _autograd_kernel(definition: OpOverload, function: Callable, devices: tuple[str, ...]) -> Callable:
-    """What autograd's keys of the dispatcher call: an operator whose backward pass is an error.
+    """Function that autograd's keys of the dispatcher call: an operator whose backward pass is an error.
 
     Compiled code comes here too. On plain tensors without a gradient the function is called at once, as another round
     through the dispatcher takes longer than it.

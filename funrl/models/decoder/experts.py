@@ -450,7 +450,7 @@ def dispatch_by_node(
     peaks += [torch.where(x.slots.needed > LEAST_ROWS, x.slots.needed.double() / x.mean, 0.0) for x in visits]
     home = [start_rows(_sum_home(rows), *x.path) for rows, x in zip(sent, visits, strict=True)]
     ones = [torch.ones_like(x.slots.row_TK, dtype=h_TD.dtype) for x in visits]
-    sums = [_sum_home(RowsHome(y, one, x.slots, x.path)) for y, one, x in zip(home, ones, visits, strict=True)]
+    sums = [_sum_home(RowsHome(y, ones_N, x.slots, x.path)) for y, ones_N, x in zip(home, ones, visits, strict=True)]
     return torch.cat(sums), torch.stack(peaks).max()
 
 

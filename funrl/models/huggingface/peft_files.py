@@ -109,7 +109,7 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
 
 
 def _joint_experts(names: Mapping[str, str]) -> bool:
-    """Whether a model has routers and experts that transformers has as PEFT can adapt them: gated, without biases.
+    """True if PEFT can adapt a model's routers and experts in transformers: they are gated, without biases.
 
     Args:
       names: of the weights here -> those in files.

@@ -70,11 +70,11 @@ class Float8Backend(TorchBackend):
         layers = trees.named({"layers": self._params["layers"]})
         held = trees.leaves(self._quantized)
         count = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        at = 0
+        place = 0
         for name, x in layers:
             for again in trees.leaves(quantize_leaf(name, x)):
-                count += (again.contiguous().view(torch.uint8) != held[at].contiguous().view(torch.uint8)).sum()
-                at += 1
+                count += (again.contiguous().view(torch.uint8) != held[place].contiguous().view(torch.uint8)).sum()
+                place += 1
         return count
 
     def _stack(self) -> None:

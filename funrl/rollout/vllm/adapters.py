@@ -72,7 +72,7 @@ def slot_options(model: Model, lora: Lora | None, slots: int) -> dict[str, Any]:
 
 
 def lora_request(number: int) -> Any:
-    """What vLLM's requests name an adapter by; None for number 0, the weights alone."""
+    """Name of an adapter in vLLM's requests; None for number 0, the weights alone."""
     from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
     return LoRARequest(f"adapter-{number}", number, "in memory") if number else None
@@ -150,7 +150,7 @@ def _own_part(module: Any, slice_name: str, factors: list[Tensor | None]) -> lis
 
 
 def _holds(slot: Tensor, x: Tensor | None) -> bool:
-    """Whether a slot has a factor, and zeros beside it."""
+    """True if a slot has a factor, and zeros beside it."""
     if x is None:
         return not slot.any()
     padded = torch.zeros_like(slot)

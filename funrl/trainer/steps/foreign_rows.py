@@ -40,7 +40,7 @@ class ForeignRun(NamedTuple):
     policy: str
 
     def message(self, published: Published) -> str:
-        """What was found, with the published digest of that version."""
+        """A foreign token, with the published digest of its version."""
         known = [digest for digest, version in published.get(self.policy, {}).items() if version == self.version]
         ours = f"is {shown_digest(known[-1])}" if known else "was not published"
         return (
@@ -90,8 +90,8 @@ def without_foreign_rows(
     policy_of = {number: name for name, numbers in agents.items() if name in published for number in numbers}
     runs = foreign_runs(rows, published, policy_of, policy)
     metrics = {FOREIGN: 0.0} if drop else {}
-    found = torch.tensor(float(len(runs)), device=rows.mesh.device)
-    if not pmax(found, rows.mesh, tuple(rows.mesh.sizes)).item():
+    count = torch.tensor(float(len(runs)), device=rows.mesh.device)
+    if not pmax(count, rows.mesh, tuple(rows.mesh.sizes)).item():
         return rows, metrics
     everywhere = sorted({run for part in gather_objects(runs, rows.mesh) for run in part})
     numbers = np.unique([run.row for run in everywhere])
