@@ -35,7 +35,7 @@ ALL = (NATIVE, VLLM, SERVER)
 
 FAULTS = {
     "stale_weights": PlantedFault("the load reports a new version and leaves the old weights", ALL),
-    "stale_adapter": PlantedFault("the factors of an adapter are those of an earlier step", (NATIVE,)),
+    "stale_adapter": PlantedFault("the factors of an adapter are those of an earlier step", ALL),
     "stale_merge": PlantedFault("the adapter that is merged into the weights is that of an earlier step", ALL),
     "merged_twice": PlantedFault("an adapter is merged into weights that have it already", ALL),
     "slept_with_old_weights": PlantedFault("the engine sleeps, takes weights, and wakes with those from before", ALL),

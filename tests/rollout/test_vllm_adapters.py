@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from planted_faults import published
 from small_engines import (
     NO_VLLM,
     PROMPTS,
@@ -26,7 +27,9 @@ from funrl.models.model import Lora
 from funrl.rollout.adapter_engine import AdapterEngine
 from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.engine_abilities import ENGINES
+from funrl.rollout.load_digest import adapted_digest, tree_digest
 from funrl.rollout.native.engine import native_engine
+from funrl.rollout.remote.digests import trained_digests
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.adapters import vllm_adapter_problem
@@ -108,6 +111,38 @@ def test_it_completes_as_the_native_engine_does_with_merged_weights(name):
     after = completed(engine, PROMPTS, GREEDY)
     assert_same(after, completed(adapted.merged(2, 2), PROMPTS, GREEDY), 2e-4)
     assert [x.tokens.tolist() for x in before] != [x.tokens.tolist() for x in after]
+
+
+def published_number(adapted, engine, seed):
+    """The digest that a trainer publishes of an adapter on its base."""
+    apart = trained_digests(deployed(adapted.placed, adapted.params(seed), merge=False), engine.weights)
+    names = [name for name, _ in trees.named(engine.weights.layouts)]
+    factors = tree_digest(dict(zip(names, apart[:, 0].tolist(), strict=True)), engine.weights)
+    return adapted_digest(published(adapted.base, engine.base.weights, adapted.plain), factors)
+
+
+@needs_vllm
+@pytest.mark.parametrize("served", [False, True])
+def test_each_token_has_the_digest_of_the_adapter_that_sampled_it(served):
+    """An adapter of an earlier step shows: its digest is the one that was published for that step."""
+    adapted = Adapted(WIDE, SOME)
+    server = ServerProcess() if served else None
+    if server is None:
+        base = _vllm(adapted.plain, SINGLE, torch.float32, lora=adapted.lora)
+    else:
+        options = VLLMOptions(64, 1 << 24, lora=adapted.lora, adapters=2)
+        base = vllm_client(server.url, adapted.plain, options=options, timeout_s=120)
+    base.record_digests = True
+    engine = adapted.engine(base)
+    ours = {1: published_number(adapted, engine, 1), 2: published_number(adapted, engine, 2)}
+    assert ours[1] != ours[2]
+    done = newer_in_the_middle(adapted, engine)
+    pairs = (zip(x.versions.tolist(), x.digests.tolist(), strict=True) for x in done)
+    seen = {pair for part in pairs for pair in part}
+    assert (1, ours[1]) in seen <= {(1, ours[1]), (2, ours[2])}
+    assert {number for x in completed(engine, PROMPTS, GREEDY) for number in x.digests.tolist()} == {ours[2]}
+    if server is not None:
+        server.kill()
 
 
 def tokens_and_versions(done):

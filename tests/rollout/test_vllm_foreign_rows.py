@@ -17,6 +17,7 @@ WRONG = wrong_weights(STEPS)
 PROMPTS = [[1, 2, 3], [4, 5]]
 ENGINES = {VLLM: "vllm", SERVER: "vllm server"}
 HERE = {  # faults with a test of their own
+    "stale_adapter": "tests/rollout/test_vllm_adapters.py",
     "slept_with_old_weights": "test_an_engine_that_wakes_with_the_weights_from_before",
     "earlier_run": "test_a_row_of_an_earlier_run",
 }
