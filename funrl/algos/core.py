@@ -143,8 +143,8 @@ class Algorithm:
         of its chain declare are added.
       roles: declarations of the roles beyond `ROLES` that its runs have, by name. Fields that they write are declared
         in `fields`, with the role as their writer.
-      objectives: names of the sources of prompts, by their numbers in the field `objective`; (): the source does not
-        matter. See `by_source`.
+      objectives, parts: names of the sources of prompts, by their numbers in the field `objective`, and the algorithm
+        of each; (): the source does not matter. See `by_source`.
     """
 
     advantage: Advantage | None
@@ -155,6 +155,7 @@ class Algorithm:
     fields: Mapping[str, Field] = NO_FIELDS
     roles: Mapping[str, RoleKind] = NO_ROLES
     objectives: tuple[str, ...] = ()
+    parts: tuple[Algorithm, ...] = ()
 
     def __repr__(self) -> str:
         """The composition of the algorithm."""

@@ -18,7 +18,7 @@ from funrl import trees
 from funrl.across import Across
 from funrl.algos.core import Advantage, Algorithm, Loss, Signal, check_rank, run_piece
 from funrl.algos.metrics import Metric, PieceError
-from funrl.algos.reading import run_advantage
+from funrl.algos.reading import reads, run_advantage
 from funrl.algos.terms import Filter
 from funrl.batch import Batch, kind_of, map_fields, schema_of, seen_of, with_across
 from funrl.fields import Field
@@ -51,8 +51,8 @@ def by_source(objectives: Mapping[str, Algorithm], weights: Mapping[str, float] 
     if not names:
         raise PieceError("by_source({}): give an algorithm for each source of prompts")
     for name, algorithm in objectives.items():
-        if algorithm.example != "row" or algorithm.objectives:
-            raise PieceError(f"by_source: the algorithm of {name!r} does not learn from single rows of one source")
+        if algorithm.example != "row" or algorithm.objectives or "demonstration" in reads(algorithm).required:
+            raise PieceError(f"by_source: the algorithm of {name!r} does not learn from single rows that are sampled")
     divergences = {algorithm.divergence for algorithm in objectives.values()} - {None}
     if len(divergences) > 1:
         raise PieceError(f"by_source: the step computes one divergence, and the objectives have {len(divergences)}")
@@ -77,6 +77,7 @@ def by_source(objectives: Mapping[str, Algorithm], weights: Mapping[str, float] 
         fields=_joined([algorithm.fields for algorithm in every], "field") | {OBJECTIVE: OBJECTIVE_FIELD},
         roles=_joined([algorithm.roles for algorithm in every], "role"),
         objectives=names,
+        parts=tuple(every),
     )
 
 
@@ -108,7 +109,9 @@ def _advantage(names: Sequence[str], chains: Sequence[Advantage | None]) -> Adva
         for number, (name, chain, before) in enumerate(zip(names, chains, state, strict=True)):
             rows = rows_of_objective(batch, number)
             after = before
-            if chain is not None:
+            if chain is not None and not len(rows.batch.group):
+                merged.add_nothing(run_advantage(chain).signal)
+            elif chain is not None:
                 own = Signal(signal.x[rows.keep_B], signal.mask[rows.keep_b])
                 done, after = run_piece(chain, own, before, batch=rows.batch)
                 if done.rows is not None:
@@ -194,6 +197,14 @@ class _Merged:
             whole = _scattered(own, rows.keep_B if everywhere else rows.keep_b)
             before = self.fields.get(field, torch.zeros_like(whole))
             self.fields[field] = before | whole if whole.dtype == torch.bool else before + whole
+
+    def add_nothing(self, example: Signal) -> None:
+        """Add the fields of a chain that has no rows in this step, of its result on an example."""
+        for field, x in example.fields.items():
+            everywhere = schema_of(self.batch)[field].kind.everywhere
+            shape = (len(self.first.x), *x.shape[1:]) if everywhere else (*self.mask.shape, *x.shape[2:])
+            dtype = self.first.x.dtype if x.is_floating_point() else x.dtype
+            self.fields.setdefault(field, self.x.new_zeros(shape, dtype=dtype))
 
     def signal(self) -> Signal:
         """The signal of all rows."""

@@ -56,6 +56,8 @@ def check_correction(algorithm: Algorithm, flag: str, why: str, sampler: str) ->
     Raises:
       StaleLossError: a role that generates has a loss that does not; the message names a correction to add.
     """
+    for part in algorithm.parts:  # none corrects for another
+        check_correction(part, flag, why, sampler)
     for role, loss in algorithm.losses.items():
         kind = algorithm.role_kinds.get(role)
         if kind is not None and kind.generates and not reads_behaviour(algorithm, loss):

@@ -119,7 +119,7 @@ def recipes_by_source(text: str) -> dict[str, str]:
       LoadError: a part has no source, or two have the same.
     """
     words = [word.strip().rpartition("@") for word in text.split(",")]
-    if not any(sign for _, sign, _ in words):
+    if not any(sign and "/" not in source for _, sign, source in words):  # else "@" is of a path
         return {}
     by_source = {source: recipe for recipe, _, source in words}
     if len(by_source) < len(words) or not all(recipe and source for recipe, _, source in words):

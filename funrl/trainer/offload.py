@@ -122,7 +122,11 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
     """
     beside = {role.companion.name for role in roles.values() if role.companion is not None}
     return {
-        name: {stage for stage, needed in (("score", role.writes), ("update", name in beside or role.follow)) if needed}
+        name: {
+            stage
+            for stage, needed in (("score", role.writes or role.follow), ("update", name in beside or role.follow))
+            if needed
+        }
         for name, role in roles.items()
         if role.loss is None and name not in SCORING_ROLES and role.base is None and name not in bases(roles)
     }

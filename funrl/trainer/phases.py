@@ -154,7 +154,8 @@ def skip_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[
 
     Weights, optimizers, the advantage chain's state and the engine stay what they are.
     """
-    state = refresh_earlier_selves(trainer.parts, state._replace(step=state.step + 1), trainer.frozen)
+    state = follow_policy(trainer.parts, state._replace(step=state.step + 1))
+    state = refresh_earlier_selves(trainer.parts, state, trainer.frozen)
     described = len(rows.owner) and trainer.job.algorithm.example != "pair"  # whose source reports them
     return state, described_rows(trainer, rows) if described else {}
 

@@ -23,7 +23,7 @@ from funrl.trainer.checkpoints.weight_digests import agent_digests, role_digests
 from funrl.trainer.compile_phase import loaded_cache
 from funrl.trainer.gap import gap_check
 from funrl.trainer.jobs.build import build_run, first_state, first_weights, frozen_weights
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.jobs.sharding import learns_sharded
 from funrl.trainer.phases import Trainer
@@ -56,8 +56,7 @@ def begin_run(
     folder = shared_folder(observer, mesh)
     weights = first_weights(job, parts, first_base(job, parts, observer, folder))
     frozen = frozen_weights(parts, weights)
-    fixed = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
-    rows_source = source(job, parts, fixed, clock, observer)  # which evaluates beside the first weights
+    rows_source = source(job, parts, weights_to_evaluate(job, parts, weights), clock, observer)
     trainer = Trainer(
         job,
         parts,
@@ -70,6 +69,14 @@ def begin_run(
         gap_check=gap_check(job, parts, observer.note),
     )
     return trainer, first_state(job, parts, weights, rows_source.init())
+
+
+def weights_to_evaluate(job: Job, parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
+    """Weights of the roles that do not learn, as evaluations have them: of a role that follows the first ones."""
+    fixed = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+    if isinstance(job, RLJob):  # whose evaluations read none of these
+        return fixed
+    return {name: trees.clone(tree) if parts.roles[name].follow else tree for name, tree in fixed.items()}
 
 
 def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -> trees.Tree:

@@ -93,8 +93,9 @@ def test_an_objective_without_rows_changes_nothing():
     [
         (lambda: by_source({}), "give an algorithm"),
         (lambda: by_source({"a": algos.dpo()}), "does not learn from single rows"),
+        (lambda: by_source({"a": algos.chord()}), "rows that are sampled"),
         (lambda: by_source({"a": algos.grpo()}, {"b": 1.0}), "a weight for 'b'"),
-        (lambda: by_source({"a": by_source({"b": algos.grpo()})}), "of one source"),
+        (lambda: by_source({"a": by_source({"b": algos.grpo()})}), "does not learn from single rows"),
         (lambda: by_source({"a": algos.gkd(0.1), "b": algos.gkd(0.2)}), "one divergence"),
     ],
 )

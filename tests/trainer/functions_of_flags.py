@@ -1,5 +1,7 @@
 """Functions for --teacher_context and --reward, which ranks load from this file."""
 
+import torch
+
 
 def easier(prompt, completions, scores, index, answer, **fields):
     """The sum as a problem without carries, for every other completion of a group."""
@@ -20,3 +22,8 @@ def digits(prompt, completion, **fields):
 
 def always(prompt, completion, **fields):
     return 1.0
+
+
+def failing_on_one_rank(prompt, completions, scores, index, **fields):
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("demonstration")

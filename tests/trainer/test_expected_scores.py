@@ -15,7 +15,7 @@ GIVEN = {"compose": spo, "samples_per_prompt": 1, "batch_prompts": 8}
 
 
 def test_each_measurement_halves_the_weight_of_the_earlier_ones():
-    job = small_job(reward=lambda prompt, completion, **_: len(completion) / 4, **GIVEN)
+    job = small_job(reward=lambda prompt, completion, **_: len(completion) - 2, **GIVEN)
     assert isinstance(job, RLJob)
     few = job.task.prompts[:12]
     run, state = begin(dataclasses.replace(job, task=job.task._replace(prompts=few)), single())
@@ -33,7 +33,7 @@ def test_each_measurement_halves_the_weight_of_the_earlier_ones():
             assert value == pytest.approx(passes[prompt] / samples[prompt] if known else prior, abs=1e-12)
         for prompt in set(prompts):  # one may come twice in a step
             scores = [score for p, score in zip(prompts, batch.score.tolist(), strict=True) if p == prompt]
-            passes[prompt] = passes.get(prompt, 0.0) / 2 + sum(min(max(score, 0.0), 1.0) for score in scores)
+            passes[prompt] = passes.get(prompt, 0.0) / 2 + sum(scores)
             samples[prompt] = samples.get(prompt, 0.0) / 2 + len(scores)
         state, _ = one_step(run, state)
     assert seen > 10

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from selection import quick
-from small_runs import assert_same, begin, gradients, run_steps, scored_batch, small_job
+from small_runs import assert_same, begin, gradients, one_step, run_steps, scored_batch, small_job
 
 from funrl.algos import by_source
 from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.distillation import distillation
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
+from funrl.algos.recipes.reinforce_plus_plus import reinforce_plus_plus
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.asynchrony.behaviour import StaleLossError, check_behaviour
 from funrl.cost import dry_run
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.flags.arguments import find_recipe, full_source, recipe_name, recipes_by_source
@@ -88,6 +91,7 @@ def test_a_command_line_names_a_recipe_for_each_source():
     text = "grpo@easy,tests/trainer/test_objectives_in_runs.py:mixed@hard"
     assert recipes_by_source(text) == {"easy": "grpo", "hard": "tests/trainer/test_objectives_in_runs.py:mixed"}
     assert recipes_by_source("grpo") == {} == recipes_by_source("file.py:f")
+    assert recipes_by_source("/data/a@b/algo.py:f") == {}
     assert full_source("grpo@a,dapo@b") == "funrl.algos.recipes.grpo:grpo@a,funrl.algos.recipes.dapo:dapo@b"
     assert recipe_name(full_source("grpo@a,dapo@b")) == "grpo@a,dapo@b"
     assert find_recipe("grpo@a,dapo@b")().objectives == ("a", "b")
@@ -99,3 +103,31 @@ def test_a_command_line_names_a_recipe_for_each_source():
 def test_the_dry_run_traces_every_objective(prompts):
     phases = dry_run.estimate(small_job(mixed, batch_prompts=6, **prompts), 8, HARDWARE["cpu"]).phases
     assert {"update_critic", "update_policy", "advantage"} <= set(phases)
+
+
+def test_held_out_prompts_may_be_of_other_sources(prompts, tmp_path):
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "data_source": "exam"}) + "\n")
+    run, state = begin(
+        small_job(mixed, batch_prompts=4, eval_data=str(file), **prompts | {"eval_prompts": 1}), single()
+    )
+    assert "eval/reward" in run.source.evaluate(state.roles, 0)
+
+
+def test_a_step_without_prompts_of_a_source_learns_from_the_others(prompts):
+    both = functools.partial(by_source, {"easy": grpo(), "hard": reinforce_plus_plus()})
+    run, state = begin(small_job(both, batch_prompts=1, **prompts), single())
+    seen = set()
+    for _ in range(4):
+        rows, state, _ = scored_batch(run, state)
+        seen |= {*rows.batch.objective.tolist()}
+        assert rows.batch.advantage.shape == rows.batch.mask.shape
+        state, _ = one_step(run, state)
+    assert seen == {0, 1}
+
+
+def test_no_objective_corrects_for_another():
+    stale = by_source({"easy": rollout_is(), "hard": grpo()})
+    check_behaviour(by_source({"easy": rollout_is(), "hard": rollout_is()}), 2)
+    with pytest.raises(StaleLossError, match="does not depend on rollout_logp"):
+        check_behaviour(stale, 2)

@@ -1,5 +1,6 @@
 """Teachers with prompts of their own, beside loops over rows, on several meshes."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from funrl.batch import Batch, declare
 from funrl.data.prompts import Example
 from funrl.fields import CONTEXT_FIELDS
 from funrl.kinds import Ragged
+from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.rewards.call import RewardError
 from funrl.trainer.jobs.job import RLJob
@@ -121,8 +123,29 @@ def test_a_function_that_fails_or_gives_no_text_is_named():
         (gkd, {"teacher_context": "answer"}, "divergence over the whole vocabulary"),
         (distillation, {"teacher_context": "answer", "env": "calculator"}, "an environment writes its own prompts"),
         (distillation, {"teacher_context": "missing.py:f"}, "missing.py"),
+        (distillation, {"teacher_context": "sibling", "max_new_tokens": 40}, "exceeds the teacher's 64 positions"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(recipe, given, text):
     with pytest.raises((SettingsError, ValueError), match=text):
         small_job(recipe, **given)
+
+
+def test_only_rows_that_are_trained_on_have_a_teacher():
+    """A function that needs a field of training records does not see held-out ones."""
+    run, state = begin(small_job(distillation, teacher_context=EASIER), single())
+    held = [example._replace(fields={}) for example in run.job.task.heldout]
+    job = dataclasses.replace(run.job, task=run.job.task._replace(heldout=held))
+    run, state = begin(job, single())
+    assert "eval/reward" in run.source.evaluate(state.roles, 0)
+
+
+def test_a_function_that_fails_on_one_rank_ends_all():
+    job = small_job(distillation, mesh="dp2", teacher_context=f"{FUNCTIONS}:failing_on_one_rank")
+
+    def program(mesh):
+        with pytest.raises(RewardError) as raised:
+            scored_batch(*begin(job, mesh))
+        return str(raised.value)
+
+    assert "KeyError: 'demonstration'" in launch(program, job.sizes, "cpu")  # of the first rank, where none failed

@@ -168,7 +168,7 @@ def provided(
         in_chain = in_chain - set(schema.rows()) | {"length", "group", "positions", "segments"}
     elif sampled:
         in_chain |= {"greedy_score"}
-        if settings.sampling.new_tokens_per_step is None:  # such a source measures no pass rates
+        if settings.sampling.new_tokens_per_step is None and not scorers_of(settings):  # whose scores are not measured
             in_chain |= {"prompt_value"}
     beside = (algorithm.divergence or Divergence()).role  # the step computes it with that role beside the policy
     step = set(schema.by("step")) - ({"divergence"} if beside in absent else set())
@@ -335,6 +335,13 @@ def check_teacher_context(settings: Settings, models: Mapping[str, Model], algor
         raise settings.refusal("{teacher_context}: demonstrations have no prompt of the teacher; leave it out")
     if any(model.owned is not None for model in models.values()):
         raise settings.refusal("{teacher_context} with {model}: its prompts have pictures; leave it out")
+    source = settings.models.teacher_context
+    if (source == SIBLING or ":" in source) and scorers_of(settings):
+        scorer = scorers_of(settings)[0]
+        raise settings.refusal(
+            f"{{teacher_context}} with {{{scorer}}}: its scores come after the teacher's prompts, which would be made "
+            "without them; name a field of the records, or leave one out"
+        )
 
 
 def check_follow(
@@ -350,17 +357,18 @@ def check_follow(
       SettingsError: naming the flag.
     """
     rules = settings.optimization.follow_rules
-    others = {*algorithm.losses, *SCORING_ROLES, *directories, *settings.devices.scoring}
-    still = [name for name in models if name not in others]
+    apart = settings.devices.scoring
+    own = {*algorithm.losses, *SCORING_ROLES, *directories}
+    still = [name for name in models if name not in own and name not in apart]
     for name in rules:
         problem = ""
         if name not in models:
             problem = f"this run has no {name}"
         elif name in algorithm.losses:
             problem = f"the {name} learns by a loss of its own"
-        elif name not in still:
+        elif name in own:
             problem = f"the {name} has a model of its own, which does not become the policy"
-        elif name in settings.devices.scoring:
+        elif name in apart:
             problem = f"the {name} has ranks of its own; leave it out of --place"
         if problem:
             others = f"; {', '.join(still)} can follow it" if still else ""
@@ -385,15 +393,27 @@ def check_objectives(algorithm: Algorithm, prompts: Sequence[Example]) -> None:
         )
 
 
-def check_context_field(settings: Settings, prompts: Sequence[Example]) -> None:
-    """Check that there is the field of the records, or the function, that --teacher_context names.
+def check_context(settings: Settings, prompts: Sequence[Example], new_tokens: int, positions: int) -> None:
+    """Check that there is the field of the records, or the function, that --teacher_context names, and room for it.
+
+    Args:
+      new_tokens: bound on those of a completion.
+      positions: of the teacher.
 
     Raises:
       SettingsError: a record lacks the field.
       LoadError: there is no such function.
     """
     field = settings.models.teacher_context
-    if field is None or field == SIBLING:
+    if field is None:
+        return
+    if field == SIBLING:
+        longest = max((len(prompt.tokens) for prompt in prompts), default=0)
+        if longest + 2 * new_tokens > positions:
+            raise settings.refusal(
+                f"{{teacher_context}}: a prompt of {longest} tokens after a completion and before another, of up to "
+                f"{new_tokens} each, exceeds the teacher's {positions} positions; give a lower --max_new_tokens"
+            )
         return
     if ":" in field:
         load_function("teacher_context", field)

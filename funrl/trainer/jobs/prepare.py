@@ -30,7 +30,7 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_code,
-    check_context_field,
+    check_context,
     check_follow,
     check_mask_replay,
     check_meshes,
@@ -103,7 +103,9 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
         if learns_from_demonstrations(algorithm):
             check_demonstrations(task.prompts, task.demonstration_field, settings.sampling.new_tokens_per_step)
-        check_context_field(settings, task.prompts)
+        if "teacher" in models.models:
+            positions = models.models["teacher"].config.max_positions
+            check_context(settings, task.prompts, new_tokens(settings, task), positions)
         check_objectives(algorithm, task.prompts)
         job = checked_job(settings, algorithm, models, devices, task)
     else:

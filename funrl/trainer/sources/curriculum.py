@@ -142,6 +142,7 @@ def weighing(
         difficulty=difficulty,
         reward_weights=tuple(reward_weights),
         mesh=mesh,
+        expects=expects,
     )
     weights = UNWEIGHTED.weights if difficulty is None and function is None else curriculum.weights
     return Weighing(curriculum.init, weights, curriculum.measured, curriculum.observed, curriculum.expected)
@@ -155,7 +156,7 @@ class _Curriculum(NamedTuple):
       function, names: the user's function and the arguments that it takes; None and () without one.
       records: the prompts in the form that it receives.
       rates: whether pass rates are measured.
-      difficulty, reward_weights, mesh: as in `weighing`.
+      difficulty, reward_weights, mesh, expects: as in `weighing`.
     """
 
     count: int
@@ -166,10 +167,11 @@ class _Curriculum(NamedTuple):
     difficulty: Difficulty | None
     reward_weights: tuple[float, ...]
     mesh: Mesh
+    expects: bool = False
 
     def init(self) -> dict[str, trees.Tree]:
         """Memory before the first step."""
-        names = ("passes", "samples") if self.rates else ()
+        names = (*(("passes", "samples") if self.rates else ()), *(("totals",) if self.expects else ()))
         measured = {name: torch.zeros(self.count, dtype=torch.float64) for name in names}
         return measured | ({} if self.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
@@ -209,17 +211,18 @@ class _Curriculum(NamedTuple):
         own_RK = scores_RK[:, : len(self.reward_weights)].double().cpu()
         weights = list(self.reward_weights)
         full = sum(max(weight, 0.0) for weight in weights)
-        rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
+        score_R = (own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1)
+        sums = {"passes": (score_R / full).clamp(0, 1)} | ({"totals": score_R} if self.expects else {})
         scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
-        return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
+        return {**memory, **_counted(memory, places, sums, scored_R=scored_R.double())}
 
     def expected(self, memory: MemoryTree, places: np.ndarray) -> Tensor:
         """Expected scores of some prompts; a prompt without a sample has the mean of the others, or half a score."""
-        rate_N = memory["passes"] / memory["samples"]
-        known = ~rate_N.isnan()
-        prior = rate_N[known].mean() if known.any() else torch.tensor(0.5, dtype=torch.float64)
+        mean_N = memory["totals"] / memory["samples"]
+        known = ~mean_N.isnan()
         full = sum(max(weight, 0.0) for weight in self.reward_weights)
-        return full * torch.where(known, rate_N, prior)[torch.from_numpy(np.asarray(places))]
+        prior = mean_N[known].mean() if known.any() else torch.tensor(0.5 * full, dtype=torch.float64)
+        return torch.where(known, mean_N, prior)[torch.from_numpy(np.asarray(places))]
 
     def observed(self, memory: MemoryTree, metrics: Mapping[str, float]) -> MemoryTree:
         """Memory after the metrics of a step; see `Weighing`."""
@@ -243,24 +246,26 @@ def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.nda
     }
 
 
-def _counted(memory: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
-    """Update the passes and samples of all prompts with new rows.
+def _counted(
+    memory: Mapping[str, Tensor], places: np.ndarray, sums: Mapping[str, Tensor], scored_R: Tensor
+) -> dict[str, Tensor]:
+    """Update the sums and samples of all prompts with new rows.
 
     Args:
-      memory: passes and samples so far.
+      memory: sums and samples so far.
       places: [P] indices of the prompts of the rows; each prompt has the same number of rows, one after another.
-      rate_R, scored_R: pass rates of the rows, and 1 where a row has a score, else 0.
+      sums: by name a number of each row [R], such as its pass rate.
+      scored_R: 1 where a row has a score, else 0.
     """
     scored_PS = scored_R.reshape(len(places), -1)
     place_P = torch.from_numpy(np.asarray(places))
     seen_P = torch.from_numpy(np.unique(places))
-    passes = memory["passes"].clone()
-    samples = memory["samples"].clone()
-    passes[seen_P] *= KEPT
-    samples[seen_P] *= KEPT
-    passes.index_add_(0, place_P, (rate_R.reshape(scored_PS.shape) * scored_PS).sum(1))
-    samples.index_add_(0, place_P, scored_PS.sum(1))
-    return {"passes": passes, "samples": samples}
+    counted = {}
+    for name, x_R in {**sums, "samples": torch.ones_like(scored_R)}.items():
+        counted[name] = memory[name].clone()
+        counted[name][seen_P] *= KEPT
+        counted[name].index_add_(0, place_P, (x_R.reshape(scored_PS.shape) * scored_PS).sum(1))
+    return counted
 
 
 def names_taken(function: Callable[..., object]) -> tuple[str, ...]:

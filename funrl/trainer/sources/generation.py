@@ -402,12 +402,30 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     like = next((x.owned.values for x in examples if x.owned is not None), None)
     rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
     if form.context is not None:
-        score_R = done.score.tolist()
-        numbered = zip(done.own.tolist(), done.completions, strict=True)
-        own = [ScoredCompletion(number, x.written, score_R[number]) for number, x in numbered]
-        lines = form.context.lines(examples, own, samples)
+        lines = teacher_lines(form.context, examples, done, samples)
         rows = rows.declaring(CONTEXT_FIELDS).with_fields(**{TEACHER_PROMPT: Ragged(*(x.to(device) for x in lines))})
     return with_kept(rows, spans, device) if form.kept else rows
+
+
+def teacher_lines(context: TeacherPrompts, examples: Sequence[Example], done: Rollout, samples: int) -> Ragged:
+    """The teacher's prompts of this rank's rows, made by one of the ranks that have them. Collective.
+
+    Raises:
+      RewardError: a prompt cannot be made; raised on every rank.
+    """
+    lines = None
+    problem = None
+    if done.mesh.index("tensor") == 0:
+        score_R = done.score if done.failed is None else done.score.masked_fill(done.failed, -math.inf)
+        scores = score_R.tolist()
+        numbered = zip(done.own.tolist(), done.completions, strict=True)
+        own = [ScoredCompletion(number, x.written, scores[number]) for number, x in numbered]
+        try:
+            lines = context.lines(examples, own, samples)
+        except RewardError as error:
+            problem = str(error)
+    raise_everywhere(problem, (), done.mesh)
+    return collectives.from_first(lines, done.mesh, "tensor")
 
 
 def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:

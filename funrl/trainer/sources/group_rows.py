@@ -220,6 +220,8 @@ async def write_group(
     Raises:
       RewardError, RunEndingError: the run ends.
     """
+    if sampling.greedy:  # a baseline
+        generation = generation.untrained
     group = EpisodeGroup(example, 0, seeds)
     logged: list[LoggedEpisode] = []
     setup = generation.episodes

@@ -32,7 +32,8 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
 
 
 def for_heldout(generation: Generation) -> Generation:
-    """The settings whose episodes are not logged, and counted by the sources of the held-out prompts."""
+    """The settings for held-out prompts: their episodes are not logged, and counted by the sources of these."""
+    generation = generation.untrained
     if generation.episodes is None:
         return generation
     sources = source_of(generation.evaluation.heldout)

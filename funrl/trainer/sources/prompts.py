@@ -171,7 +171,7 @@ def greedy_rows(generation: Generation, clock: Clock, chosen: Chosen) -> Rows:
     examples, places, rows, _ = chosen
     sampling = baseline_sampling(generation.sampling)
     if generation.remote is None:
-        _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
+        _, greedy = rewarded_rows(generation.untrained, clock, examples, sampling=sampling, seed=BASELINE_SEED)
     else:
         groups = rows.batch.group.unique_consecutive().cpu().numpy()
         with clock.phase("generate"):

@@ -232,6 +232,14 @@ class Generation(NamedTuple):
     remote: RemoteGenerators | None = None
 
     @property
+    def untrained(self) -> Generation:
+        """The settings for rows that are scored alone: evaluations and baselines have no teacher and no objective."""
+        episodes = self.episodes
+        if episodes is not None:
+            episodes = episodes._replace(form=episodes.form._replace(objective_of=None))
+        return self._replace(form=self.form._replace(context=None, objective_of=None), episodes=episodes)
+
+    @property
     def setup(self) -> EpisodeSetup:
         """`episodes` of a run with an environment. Raises: TypeError, prompts are completed once."""
         if self.episodes is None:

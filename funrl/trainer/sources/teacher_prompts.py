@@ -12,6 +12,7 @@ scores them after the policy's prompt.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class TeacherPrompts(NamedTuple):
           RewardError: the function failed, or the tokenizer refuses its prompt.
         """
         where = f"--teacher_context: {example.source or 'a prompt'}"
-        given = example.text if example.messages is None else example.messages
+        given = example.text if example.messages is None else copy.deepcopy(example.messages)
         try:
             prompt = self.make(given, list(completions), list(scores), index, **example.fields)
             if not prompt:
