@@ -199,6 +199,9 @@ def pictures_text(job: Job, tokens: int) -> str:
     return f" with {len(grids)} picture{'s' * (len(grids) > 1)} of {patches:,} patches" if grids else ""
 
 
+DIGEST_BYTES = 3 * 8.0  # of a row and version
+
+
 def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
     """Bytes of each ragged field of a row; (): rows have none.
 
@@ -206,7 +209,7 @@ def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
       tokens: of a prompt or text.
     """
     grids = row_grids(job, tokens)
-    kept = _kept_bytes(job)
+    kept = (*_kept_bytes(job), *_digest_bytes(job))
     if not grids or job.model.owned is None:
         return kept
     lines = {PATCHES: patches_in(grids, _tower(job.model)), GRIDS: len(grids)}
@@ -220,6 +223,11 @@ def _kept_bytes(job: Job) -> tuple[float, ...]:
     vocab = job.model.config.vocab
     tokens = turns_of(job.settings).replies * job.sampling.max_new_tokens
     return (float(TOKEN_INT.itemsize * tokens * min(job.sampling.top_k or vocab, vocab)),)
+
+
+def _digest_bytes(job: Job) -> tuple[float, ...]:
+    """Bytes of the digest of the weights that sampled a row, with its first token and version: of one version."""
+    return (DIGEST_BYTES,) if isinstance(job, RLJob) and job.settings.engines.verify_sync else ()
 
 
 def _tower(model: Model) -> TowerConfig:

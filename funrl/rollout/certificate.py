@@ -518,7 +518,8 @@ def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype, signed_zeros:
     words = len(keys[0]) // len(x)
     for part, first in zip(x.split(rows), keys[0].split(rows * words), strict=True):
         narrow = part.to(dtype) if signed_zeros else part.to(dtype) + 0
-        numbers = narrow.contiguous().view(WORDS[dtype.itemsize])
+        words_of_rows = narrow.contiguous().reshape(-1).view(WORDS[dtype.itemsize])
+        numbers = words_of_rows.view(*narrow.shape[:-1], -1)
         for key in (*keys[:0:-1], first):
             numbers = (numbers * key).sum(-1)  # a GPU widens the bits to int64 as it reads them
         total += numbers

@@ -96,7 +96,7 @@ def published_rows(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, di
     if proof.version != state.version:  # who calls the phases without the loop may leave the proof out
         publish(parts, state, trainer.frozen)
         proof.complete()
-    drop = trainer.job.settings.engines.foreign_rows == "drop"
+    drop = trainer.job.settings.updates.foreign_rows == "drop"
     return without_foreign_rows(rows, proof.published, parts.agents, policy=parts.main_role, drop=drop)
 
 

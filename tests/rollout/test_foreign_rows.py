@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from funrl.rollout.native.adapter_engine import AdapterEngine
 from planted_faults import FAULTS, LORA, NATIVE, Steps, moved, published, wrong_weights
 
 from funrl import trees
@@ -15,6 +14,7 @@ from funrl.mesh.mesh import parse
 from funrl.models import decoder_config, decoder_model, place
 from funrl.models.deployed import deployed
 from funrl.models.lora import trained_part
+from funrl.rollout.adapter_engine import AdapterEngine
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import complete
 from funrl.rollout.load_digest import LoadDigest, adapted_digest

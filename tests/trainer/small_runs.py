@@ -260,7 +260,10 @@ def assert_same(first, other, tolerance):
     for a, b in zip(first["batches"], other["batches"], strict=True):
         assert a.names() == b.names()
         for name in a.names():
-            for x, y in zip(trees.leaves(a.get(name)), trees.leaves(b.get(name)), strict=True):
+            pair = [batch.get(name) for batch in (a, b)]
+            if name == "digests":  # of weights whose last bits may differ
+                pair = [(lines.values[:, :2], lines.offsets) for lines in pair]
+            for x, y in zip(*map(trees.leaves, pair), strict=True):
                 if x.is_floating_point():
                     assert torch.equal(x.isnan(), y.isnan()) and (x - y).nan_to_num(0).abs().max() < tolerance, name
                 else:

@@ -22,6 +22,8 @@ REFUSED = {
     "gdpo": "--task=calculator: the algorithm reads the scores of several reward functions",
     "distillation": "give --teacher=DIR",
     "gkd": "give --teacher=DIR",
+    "sdpo": "give --teacher=DIR",
+    "iw_opd": "give --teacher=DIR",
 }
 OF_TURNS = ("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "rae")  # which read the turns of episodes
 TRAINED = [

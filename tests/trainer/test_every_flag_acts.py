@@ -76,7 +76,7 @@ EFFECTS = {  # what flags change besides "numbers", which are metrics, completio
     "event": (
         "long_prompts max_prompt_tokens max_text_tokens on_reward_error reward_timeout episode_turns "
         "episode_tokens env_timeout episode_retries tool_parser tool_tokens history env_check timeout "
-        "heartbeat stalled_after engine_timeout on_gap numerics max_refills empty_filter max_skipped"
+        "heartbeat stalled_after engine_timeout on_gap foreign_rows numerics max_refills empty_filter max_skipped"
     ),
 }
 EXAMPLES = {  # values with an effect, of flags whose type and bounds give none
@@ -96,6 +96,8 @@ EXAMPLES = {  # values with an effect, of flags whose type and bounds give none
     "fsdp_models": "policy",
     "engine_url": "http://localhost:1",
     "freeze": "embed",
+    "follow": "reference:1",
+    "teacher_context": "sibling",
     "lora_targets": "q_proj",
     "profile": "1:1",
     "profile_ranks": "all",

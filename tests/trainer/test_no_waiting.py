@@ -53,7 +53,9 @@ def models(tmp_path_factory):
 def on_device(rows, mask="mask"):
     """The rows as the device has them, but for what the trainer reads once for all micro-batches of a pass."""
     rows = rows.with_fields(mask=getattr(rows.batch, mask))
-    batch = map_fields(lambda name, x: x if name in ("mask", "length") else x.to(META), rows.batch)
+    batch = map_fields(
+        lambda name, x: x if name in ("mask", "length") else trees.map(lambda part: part.to(META), x), rows.batch
+    )
     return rows_of(batch, rows.owner, single(META))
 
 

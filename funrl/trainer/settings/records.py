@@ -660,13 +660,6 @@ class EngineSettings:
         one_of("tickets", "fixed"),
     )
     verify_sync: bool = flag(True, "compare the engine's weights with the trainer's bits after each sync")
-    foreign_rows: str = flag(
-        "stop",
-        "what to do with a row that other weights sampled than those that the run has published: stop; drop it, with "
-        "the samples that it is compared with",
-        one_of("stop", "drop"),
-        requires="verify_sync",
-    )
     on_gap: str = flag(
         "say",
         "what to do if engine and trainer differ where the same bits are promised, or more than a bound",
@@ -853,6 +846,13 @@ class UpdateSettings:
     )
     max_skipped: int = flag(
         3, "maximum consecutive updates skipped because loss or gradient is not finite; then the run stops", at_least(1)
+    )
+    foreign_rows: str = flag(
+        "stop",
+        "what to do with a row that other weights sampled than those that the run has published: stop; drop it, with "
+        "the samples that it is compared with",
+        one_of("stop", "drop"),
+        kinds=RL,
     )
     token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1))
     score_token_budget: int | None = flag(
