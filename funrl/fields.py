@@ -416,6 +416,7 @@ FIELDS = Schema(
     divergence=Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable"),
 )
 TEACHER_PROMPT = "teacher_prompt"
+NOT_IN_PASSES = ("digests", TEACHER_PROMPT)  # ragged fields that neither models nor losses read
 CONTEXT_FIELDS = Schema(  # of rows with --teacher_context
     {TEACHER_PROMPT: Field("ragged", "source", "token ids of the teacher's prompt; none: the row's own", dtype="int")}
 )

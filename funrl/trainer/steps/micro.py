@@ -26,6 +26,7 @@ from funrl.data.packing import (
     shortest_first,
     slots,
 )
+from funrl.fields import NOT_IN_PASSES
 from funrl.kinds import line_places
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed
@@ -176,7 +177,9 @@ def packed(
     lengths = rows.lengths
     own = rows.own
     rows = counted_by(rows, mask) if "episode_tokens" in row_fields else rows
-    batch = rows.batch._replace(mask=getattr(rows.batch, mask).cpu())  # once for all: no micro-batch waits for it
+    left_out = {name: None for name in NOT_IN_PASSES if name in schema_of(rows.batch)}
+    host_mask = getattr(rows.batch, mask).cpu()  # once for all: no micro-batch waits for it
+    batch = rows.batch._replace(mask=host_mask, **left_out)
     # Ranks of `expert` exchange the tokens of a micro-batch, and devices run one program: it has one size on all.
     of_one_size = rows.mesh.size("expert") > 1 or rows.mesh.lanes > 1
     sizes = packing.size.max(1) if of_one_size else packing.size[:, rows.index]
