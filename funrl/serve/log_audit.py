@@ -231,9 +231,11 @@ def _compared(texts: Sequence[Text], paths: Sequence[Text], owners: Sequence[Seq
     seen: set[tuple[Node, int]] = set()
     exact = 0
     for text in texts:
-        closeness = ((same_tokens(text.tokens, path.tokens), number) for number, path in enumerate(paths))
-        shared, closest = max(closeness, default=(0, 0))
-        own = [owners[closest][t] for t in range(shared) if text.trained[t] and owners[closest][t] in sampled]
+        lengths = [same_tokens(text.tokens, path.tokens) for path in paths]
+        shared = max(lengths, default=0)
+        closest = [owner for owner, length in zip(owners, lengths, strict=True) if length == shared]
+        places = ([owner[t] for owner in closest if owner[t] in sampled] for t in range(shared) if text.trained[t])
+        own = [authors[0] for authors in places if authors]  # a row may begin with another, which is context there
         exact += len(own)
         seen |= {*own}
     trained = sum(sum(text.trained) for text in texts)

@@ -234,6 +234,11 @@ def test_words_of_the_assistant_at_the_end_of_a_prompt_are_continued(tmp_path):
     (end,) = audit.entry.episode.ends
     assert [TOKENIZER.decode(node.tokens) for node in end.nodes()] == ["u>q</s>\na>ab", "c</s>"]
     assert audit.sampled == {"unknown weights": 2} and audit.given == len("qab")
+    (audit,) = audits(
+        tmp_path, [{"prompt": [user("q"), assistant("ab")], "completion": [assistant("c"), user("w"), assistant("d")]}]
+    )
+    own = audit.trained["funrl"]  # the row of "c" is how that of "d" begins
+    assert (own.rows, own.trained, own.as_sampled, own.other, own.lost) == (2, 4, 4, 0, 0)
 
 
 def test_peers_render_a_conversation_once_and_whole(tmp_path):
