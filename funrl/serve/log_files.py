@@ -23,15 +23,7 @@ from typing import Any, NamedTuple
 
 from funrl.data.conversations import ChatTemplate, Text, conversation_texts
 from funrl.data.json_lines import DataError
-from funrl.data.messages import (
-    THOUGHT_FIELDS,
-    TRAIN_FIELD,
-    are_messages,
-    normal_message,
-    normal_messages,
-    normal_tools,
-    shown,
-)
+from funrl.data.messages import TRAIN_FIELD, are_messages, normal_message, normal_messages, normal_tools, shown
 from funrl.data.records import read_records
 from funrl.data.supervised import completed_texts
 from funrl.environments.agents import POLICY
@@ -54,6 +46,7 @@ REMARKS = {
 _ASKED = {"role": "user", "content": "?"}
 _MISSING = (KeyError, TypeError, IndexError, AttributeError)  # raised where a record has another form
 _IDS = range(1 << 31)  # of tokens
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the normal form has the first
 
 
 class LoggedConversation(NamedTuple):
@@ -201,7 +194,7 @@ def _relayed(
         if node["sampled"]:
             place, weights = f"message {number + 1}", models.get(number, UNKNOWN_WEIGHTS)
             calls.append(LoggedCall(place, form, before, histories[-1][-1], tools, weights))
-    (entry,) = grouped_calls(calls, template, together=True)
+    entry = _conversation(calls, template)
     bare = sum(bool(node["sampled"] and True not in (node.get("mask") or ())) for node in trace["nodes"])
     text = f"its token ids are not used, as {bare} of {len(calls)} replies have none: all words are tokenized"
     return entry._replace(source=source, remarks=(text,) if bare < len(calls) else ())
@@ -243,17 +236,12 @@ def _token_ids(record: Mapping[str, Any], name: str) -> Sequence[int]:
     return ids or ()
 
 
-def grouped_calls(calls: Sequence[LoggedCall], template: ChatTemplate, together: bool = False) -> list[LogEntry]:
+def grouped_calls(calls: Sequence[LoggedCall], template: ChatTemplate) -> list[LogEntry]:
     """Calls as conversations: a call goes on from the newest call that it repeats, or rewrites what began as it does.
 
-    Args:
-      together: whether they are one conversation.
-
     Raises:
-      DataError: the template refuses a call.
+      DataError: the template refuses a call, named with its source.
     """
-    if together:
-        return [_conversation(calls, template)]
     groups: list[list[LoggedCall]] = []
     histories: dict[bytes, int] = {}  # a call with its reply -> newest group that has it
     openings: dict[bytes, int] = {}  # the first messages of a group, up to a turn of the assistant -> newest such group
@@ -282,7 +270,7 @@ def _prefix_keys(call: LoggedCall, thoughts: bool) -> list[bytes]:
       thoughts: whether they count; clients may leave them out of a history.
     """
     keys = [b"" if thoughts else b"without thoughts"]
-    left_out = (TRAIN_FIELD,) if thoughts else (TRAIN_FIELD, *THOUGHT_FIELDS)
+    left_out = (TRAIN_FIELD,) if thoughts else (TRAIN_FIELD, _THOUGHTS[0])
     for message in (*call.messages, call.reply):
         counted = {name: value for name, value in message.items() if name not in left_out}
         text = json.dumps(counted, sort_keys=True, default=str)
@@ -354,16 +342,9 @@ def _text_entry(
     leaves = _leaves_of(rows, messages, first)
     weights = f"step {record['step']}" if "step" in record else UNKNOWN_WEIGHTS
     sampled = {node: weights for leaf in leaves for node in leaf.path() if node.sampled}
-    return LogEntry(
-        source,
-        form,
-        Episode([Trajectory(POLICY, leaf, tools) for leaf in leaves], {}),
-        sampled,
-        logged=False,
-        texts=texts,
-        remarks=REMARKS.get(form, ()),
-        conversation=LoggedConversation(messages, tools, first) if messages else None,
-    )
+    ends = [Trajectory(POLICY, leaf, tools) for leaf in leaves]
+    entry = LogEntry(source, form, Episode(ends, {}), sampled, logged=False, texts=texts, remarks=REMARKS.get(form, ()))
+    return entry._replace(conversation=LoggedConversation(messages, tools, first) if messages else None)
 
 
 def _leaves_of(rows: Sequence[Text], messages: Sequence[Message], first: int) -> list[Node]:
@@ -385,7 +366,7 @@ def _leaves_of(rows: Sequence[Text], messages: Sequence[Message], first: int) ->
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of a client with the fields of the normal form; others, such as annotations, say nothing of tokens."""
-    fields = ("role", "content", "tool_calls", "function_call", "tool_call_id", "name", *THOUGHT_FIELDS)
+    fields = ("role", "content", "tool_calls", "function_call", "tool_call_id", "name", *_THOUGHTS)
     plain = {name: message[name] for name in fields if message.get(name)}
     marks = {name: message[name] for name in (TRAIN_FIELD, "weight") if message.get(name) is not None}
     return {"content": "", **plain, **marks}
