@@ -37,6 +37,17 @@ def trl_completion(prompt: str, completion: str, template: ChatTemplate) -> Text
     return Text(tokens, [False] * same + [True] * (len(tokens) - same))
 
 
+def trl_completed_messages(prompt: Conversation, completion: Conversation, template: ChatTemplate) -> Text:
+    """Messages of a prompt and of its completion in `SFTTrainer` of TRL: the prompt's tokens are not trained.
+
+    Raises:
+      TokenizerError: the template refuses the messages.
+    """
+    tokens = _rendered([*prompt, *completion], template)
+    same = same_tokens(_rendered(prompt, template, opens=True), tokens)
+    return Text(tokens, [False] * same + [True] * (len(tokens) - same))
+
+
 def verl_text(messages: Conversation, template: ChatTemplate) -> Text:
     """A conversation in `MultiTurnSFTDataset` of verl: each message is rendered alone, and the assistant's are trained.
 

@@ -355,7 +355,7 @@ def _text_example(record: Mapping[str, Any], kind: str, tokenizer: TextTokenizer
         labels = tuple(float(label) for label in record["labels"])
         steps = steps_text(ids, record["completions"], form.step_separator, tokenizer=tokenizer, before=text)
         return TextExample((steps,), labels=labels)
-    texts = [text for name in TEXT_FIELDS[kind] for text in _completed(prompt, name, record[name], template)]
+    texts = [text for name in TEXT_FIELDS[kind] for text in completed_texts(prompt, name, record[name], template)]
     if kind in ("preferences", "triples") and texts[0] == texts[1]:
         _check_alike(record["chosen"], record["rejected"])
     return TextExample(tuple(texts), record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
@@ -379,8 +379,15 @@ def _check_alike(chosen: Any, rejected: Any) -> None:
         )
 
 
-def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) -> list[Text]:
-    """Texts of a formatted prompt and a completion."""
+def completed_texts(prompt: Any, name: str, completion: Any, template: ChatTemplate) -> list[Text]:
+    """Texts of a formatted prompt and a completion, each a text or messages.
+
+    Args:
+      name: name of the completion's field, for errors.
+
+    Raises:
+      DataError, TokenizerError: they do not go together, or the template refuses them.
+    """
     if not isinstance(prompt, str):
         check_chat_roles(prompt, template.tokenizer.chat_template)
         replies = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion

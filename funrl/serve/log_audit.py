@@ -5,16 +5,16 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.conversations import ChatTemplate, Text
 from funrl.data.json_lines import DataError
-from funrl.data.peers import same_tokens, trl_completion, trl_text, verl_text
+from funrl.data.peers import same_tokens, trl_completed_messages, trl_completion, trl_text, verl_text
 from funrl.data.tokenizer import TokenizerError
-from funrl.environments.row_paths import paths_of
+from funrl.environments.row_paths import RowPath, paths_of
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
-from funrl.serve.log_files import UNKNOWN_WEIGHTS, LogEntry
+from funrl.serve.log_files import UNKNOWN_WEIGHTS, LogEntry, LoggedConversation
 
 _PARTIAL = "\ufffd"  # decoded from a part of a character
 _MOST_BYTES = 4  # bytes, of which each may be a token
@@ -69,7 +69,8 @@ class Audit(NamedTuple):
 
     def without_tokens(self) -> Audit:
         """The numbers alone, so that a long log does not stay in memory."""
-        return self._replace(entry=self.entry._replace(episode=Episode([], {}), weights={}, texts=None))
+        entry = self.entry._replace(episode=Episode([], {}), weights={}, texts=None, conversation=None)
+        return self._replace(entry=entry)
 
     def as_json(self) -> dict[str, Any]:
         """Values for a file; see `Audit` and `Trained` for their meaning."""
@@ -177,30 +178,46 @@ def _words(message: Message) -> list[str]:
 def _trained(entry: LogEntry, template: ChatTemplate) -> dict[str, Trained]:
     """Tokens that each library would train of an entry."""
     paths = paths_of(entry.episode)
+    rows = [_row(path) for path in paths]
     owners = [[(node, index) for node in path.nodes for index in range(len(node.tokens))] for path in paths]
-    rows = [
-        Text([node.tokens[index] for node, index in owner], [node in path.trained for node, _ in owner])
-        for path, owner in zip(paths, owners, strict=True)
+    results = {"funrl": _compared([_row(path) for path in paths_of(entry.episode, entry.frozen)], rows, owners)}
+    conversations = [
+        LoggedConversation([message for node in path.nodes for message in node.messages], path.trajectory.tools)
+        for path in paths
     ]
-    results = {"funrl": _compared(rows, rows, owners)}
-    ways: dict[str, Callable[[Sequence[Message], ChatTemplate], Text]] = {"TRL": trl_text, "verl": verl_text}
-    for name, render in ways.items():
+    if entry.conversation is not None:
+        conversations = [entry.conversation]
+    for name in ("TRL", "verl"):
         texts: list[Text] = []
         problem = ""
-        for path in paths:
-            messages = [message for node in path.nodes for message in node.messages]
-            own = template._replace(tools=path.trajectory.tools)
+        for conversation in conversations:
             try:
-                if entry.texts is not None and name == "TRL":
-                    texts.append(trl_completion(*entry.texts, template))
-                elif not any(message["role"] == "assistant" for message in messages):
-                    raise DataError("the file has no messages, which it takes")
-                else:
-                    texts.append(render(messages, own))
+                texts.append(_peer_text(name, entry, conversation, template))
             except (DataError, TokenizerError) as error:
                 problem = problem or str(error)
         results[name] = _compared(texts, rows, owners)._replace(refused=problem)
     return results
+
+
+def _row(path: RowPath) -> Text:
+    """The row that funrl trains of a path."""
+    trained = [node in path.trained for node in path.nodes for _ in node.tokens]
+    return Text([token for node in path.nodes for token in node.tokens], trained)
+
+
+def _peer_text(name: str, entry: LogEntry, conversation: LoggedConversation, template: ChatTemplate) -> Text:
+    """The row that TRL or verl makes of a conversation. Raises: DataError, TokenizerError."""
+    messages = conversation.messages
+    if entry.texts is not None and name == "TRL":
+        return trl_completion(*entry.texts, template)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError("the file has no messages, which it takes")
+    own = template._replace(tools=conversation.tools)
+    if name == "verl":
+        return verl_text(messages, own)
+    if conversation.prompt:
+        return trl_completed_messages(messages[: conversation.prompt], messages[conversation.prompt :], own)
+    return trl_text(messages, own)
 
 
 def _compared(texts: Sequence[Text], paths: Sequence[Text], owners: Sequence[Sequence[tuple[Node, int]]]) -> Trained:
@@ -214,9 +231,11 @@ def _compared(texts: Sequence[Text], paths: Sequence[Text], owners: Sequence[Seq
     seen: set[tuple[Node, int]] = set()
     exact = 0
     for text in texts:
-        closeness = ((same_tokens(text.tokens, path.tokens), number) for number, path in enumerate(paths))
-        shared, closest = max(closeness, default=(0, 0))
-        own = [owners[closest][t] for t in range(shared) if text.trained[t] and owners[closest][t] in sampled]
+        lengths = [same_tokens(text.tokens, path.tokens) for path in paths]
+        shared = max(lengths, default=0)
+        closest = [owner for owner, length in zip(owners, lengths, strict=True) if length == shared]
+        places = ([owner[t] for owner in closest if owner[t] in sampled] for t in range(shared) if text.trained[t])
+        own = [authors[0] for authors in places if authors]  # a row may begin with another, which is context there
         exact += len(own)
         seen |= {*own}
     trained = sum(sum(text.trained) for text in texts)

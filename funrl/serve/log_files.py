@@ -6,7 +6,7 @@
 | `[number, seed, [...]]` | an episode of funrl (rollouts/step-N/episodes-R.jsonl) |
 | `{"request": {...}, "response": {...}}` | a call of a chat API of OpenAI or Anthropic, as their clients dump them |
 | `{"input": text, "output": text, "step": ...}` | a rollout of verl (`trainer.rollout_data_dir`) |
-| `{"prompt": ..., "completion": text}` | a sample of funrl, or a demonstration |
+| `{"prompt": ..., "completion": ...}` | a sample of funrl, or a demonstration |
 | `{"messages": [...]}` | a conversation |
 
 Token ids of the file are kept; where it has none, `conversations` renders and tokenizes the words.
@@ -14,15 +14,18 @@ Token ids of the file are kept; where it has none, `conversations` renders and t
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.conversations import ChatTemplate, completed_text, conversation_texts, encode_prompt
+from funrl.data.conversations import ChatTemplate, Text, conversation_texts
 from funrl.data.json_lines import DataError
 from funrl.data.messages import TRAIN_FIELD, are_messages, normal_message, normal_messages, normal_tools, shown
 from funrl.data.records import read_records
+from funrl.data.supervised import completed_texts
 from funrl.environments.agents import POLICY
 from funrl.rollout.episode_records import from_record, record_from_json
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
@@ -41,6 +44,23 @@ REMARKS = {
     "samples": ("the file does not say how a completion ended: an end-of-text token is added",),
 }
 _ASKED = {"role": "user", "content": "?"}
+_MISSING = (KeyError, TypeError, IndexError, AttributeError)  # raised where a record has another form
+_IDS = range(1 << 31)  # of tokens
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the normal form has the first
+
+
+class LoggedConversation(NamedTuple):
+    """Messages as a record has them, of which trainers make rows.
+
+    Attributes:
+      messages: in the normal form.
+      tools: JSON schemas.
+      prompt: number of messages of the prompt; 0: the record is one conversation.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any]
+    prompt: int = 0
 
 
 class LogEntry(NamedTuple):
@@ -54,6 +74,8 @@ class LogEntry(NamedTuple):
       logged: whether the token ids are those of the file; otherwise its words were tokenized.
       texts: prompt and completion where the file has no messages.
       remarks: on what the file leaves out.
+      conversation: of a record that is one; None: each path of the episode is one.
+      frozen: agents that are not trained.
     """
 
     source: str
@@ -63,6 +85,8 @@ class LogEntry(NamedTuple):
     logged: bool
     texts: tuple[str, str] | None = None
     remarks: tuple[str, ...] = ()
+    conversation: LoggedConversation | None = None
+    frozen: frozenset[str] = frozenset()
 
 
 class LoggedCall(NamedTuple):
@@ -98,7 +122,7 @@ def read_logs(path: str | Path, template: ChatTemplate) -> Iterator[LogEntry]:
     for source, record in read_records(path):
         try:
             entries = _entries(source, record, template, calls)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except _MISSING as error:
             raise DataError(f"{source}: the record lacks a part: {type(error).__name__}: {error}") from error
         except ValueError as error:
             raise DataError(f"{source}: {error}") from error
@@ -119,8 +143,9 @@ def _entries(source: str, record: Any, template: ChatTemplate, calls: list[Logge
         calls += api_calls(source, record["request"], record["response"])
         return []
     for form, prompt, completion in RECORD_FORMS:
-        if prompt in record and (not completion or isinstance(record.get(completion), str)):
-            return [_text_entry(source, form, record, (record[prompt], record.get(completion)), template)]
+        replied = record.get(completion)
+        if prompt in record and (not completion or isinstance(replied, str) or are_messages(replied)):
+            return [_text_entry(source, form, record, (record[prompt], replied), template)]
     raise DataError(f"a record with {', '.join(map(str, record))} is of no known log; docs/data.md lists the forms")
 
 
@@ -130,6 +155,9 @@ def verifiers_entry(source: str, trace: Mapping[str, Any], template: ChatTemplat
     named = (call for call in trace["calls"] if call.get("node") is not None)
     models = {call["node"]: str(call.get("model") or UNKNOWN_WEIGHTS) for call in named}
     entries, weights = trace["nodes"], {}
+    name = str(trace["agent"]["name"])
+    is_trained = trace["agent"].get("trainable", True)
+    remarks = () if is_trained else (f"the agent {name} is not trained",)
     last: list[Node | None] = []
     parents = [entry.get("parent") for entry in entries]
     for number, entry in enumerate(entries):
@@ -138,7 +166,9 @@ def verifiers_entry(source: str, trace: Mapping[str, Any], template: ChatTemplat
         begin = mask.index(True) if True in mask else len(tokens)
         message = [normal_message(_plain(entry["message"]))]
         if entry["sampled"] and begin == len(tokens):  # an evaluation: texts alone
-            return _relayed(source, form, trace, models, template)
+            relayed = _relayed(source, form, trace, models, template)
+            frozen = frozenset(() if is_trained else (POLICY,))
+            return relayed._replace(remarks=(*remarks, *relayed.remarks), frozen=frozen)
         for span, sampled in ((tokens[:begin], False), (tokens[begin:], True)):
             if span:
                 node = Node(node, span, sampled, messages=message if sampled == entry["sampled"] else ())
@@ -146,16 +176,15 @@ def verifiers_entry(source: str, trace: Mapping[str, Any], template: ChatTemplat
             weights[node] = models.get(number, UNKNOWN_WEIGHTS)
         last.append(node)
     tips = [node for number, node in enumerate(last) if number not in parents]
-    name = str(trace["agent"]["name"])
     ends = [Trajectory(name, node, trace.get("tools") or ()) for node in tips if node is not None]
-    remarks = () if trace["agent"].get("trainable", True) else (f"the agent {name} is not trained",)
-    return LogEntry(source, form, Episode(ends, {}), weights, logged=True, remarks=remarks)
+    frozen = frozenset(() if is_trained else (name,))
+    return LogEntry(source, form, Episode(ends, {}), weights, logged=True, remarks=remarks, frozen=frozen)
 
 
 def _relayed(
     source: str, form: str, trace: Mapping[str, Any], models: Mapping[int, str], template: ChatTemplate
 ) -> LogEntry:
-    """A trace without tokens: each reply is a call after the messages before it."""
+    """A trace of which a reply has no tokens: each reply is a call after the messages before it."""
     tools = normal_tools(trace.get("tools") or ())
     histories: list[list[Message]] = []
     calls = []
@@ -163,11 +192,12 @@ def _relayed(
         before = [] if node.get("parent") is None else histories[node["parent"]]
         histories.append([*before, normal_message(_plain(node["message"]))])
         if node["sampled"]:
-            calls.append(
-                LoggedCall(source, form, before, histories[-1][-1], tools, models.get(number, UNKNOWN_WEIGHTS))
-            )
-    (entry,) = grouped_calls(calls, template, together=True)
-    return entry
+            place, weights = f"message {number + 1}", models.get(number, UNKNOWN_WEIGHTS)
+            calls.append(LoggedCall(place, form, before, histories[-1][-1], tools, weights))
+    entry = _conversation(calls, template)
+    bare = sum(bool(node["sampled"] and True not in (node.get("mask") or ())) for node in trace["nodes"])
+    text = f"its token ids are not used, as {bare} of {len(calls)} replies have none: all words are tokenized"
+    return entry._replace(source=source, remarks=(text,) if bare < len(calls) else ())
 
 
 def api_calls(source: str, request: Mapping[str, Any], response: Mapping[str, Any]) -> list[LoggedCall]:
@@ -182,7 +212,7 @@ def api_calls(source: str, request: Mapping[str, Any], response: Mapping[str, An
     if not isinstance(response.get("choices"), list) or "messages" not in request:
         raise DataError("its response is neither of /v1/chat/completions nor of /v1/messages")
     fingerprint = response.get("system_fingerprint")
-    messages = normal_messages(request["messages"])
+    messages = normal_messages([_plain(x) if isinstance(x, Mapping) else x for x in request["messages"]])
     return [
         LoggedCall(
             source,
@@ -191,52 +221,61 @@ def api_calls(source: str, request: Mapping[str, Any], response: Mapping[str, An
             reply=normal_message(_plain(choice["message"])),
             tools=normal_tools(request.get("tools") or ()),
             weights=f"{weights} ({fingerprint})" if fingerprint else weights,
-            prompt=response.get("prompt_token_ids") or (),
-            tokens=choice.get("token_ids") or (),
+            prompt=_token_ids(response, "prompt_token_ids"),
+            tokens=_token_ids(choice, "token_ids"),
         )
         for choice in response["choices"]
     ]
 
 
-def grouped_calls(calls: Sequence[LoggedCall], template: ChatTemplate, together: bool = False) -> list[LogEntry]:
+def _token_ids(record: Mapping[str, Any], name: str) -> Sequence[int]:
+    """Token ids of a field; none where it is absent or null. Raises: DataError."""
+    ids = record.get(name)
+    if ids is not None and not (isinstance(ids, list) and all(type(x) is int and x in _IDS for x in ids)):
+        raise DataError(f"its {name} is {shown(ids)}; a list of token ids is needed")
+    return ids or ()
+
+
+def grouped_calls(calls: Sequence[LoggedCall], template: ChatTemplate) -> list[LogEntry]:
     """Calls as conversations: a call goes on from the newest call that it repeats, or rewrites what began as it does.
 
-    Args:
-      together: whether they are one conversation.
-
     Raises:
-      DataError: the template refuses a call.
+      DataError: the template refuses a call, named with its source.
     """
     groups: list[list[LoggedCall]] = []
+    histories: dict[bytes, int] = {}  # a call with its reply -> newest group that has it
+    openings: dict[bytes, int] = {}  # the first messages of a group, up to a turn of the assistant -> newest such group
     for call in calls:
-        group = groups[-1] if together and groups else _group_of(call, groups)
+        before = next((n for n, x in enumerate(call.messages) if x["role"] == "assistant"), len(call.messages))
+        exact, bare = _prefix_keys(call, thoughts=True), _prefix_keys(call, thoughts=False)
+        group = None
+        if before < len(call.messages):  # else it begins a conversation
+            ways = ((exact[:-1], histories), (bare[:-1], histories), (exact[before : before + 1], openings))
+            groups_alike = (max((known[key] for key in keys if key in known), default=None) for keys, known in ways)
+            group = next((number for number in groups_alike if number is not None), None)
         if group is None:
-            groups.append([call])
-        else:
-            group.append(call)
+            group = len(groups)
+            groups.append([])
+            openings |= dict.fromkeys(exact[: before + 1], group)
+        groups[group].append(call)
+        for key in (exact[-1], bare[-1]):
+            histories[key] = max(group, histories.get(key, group))
     return [_conversation(group, template) for group in groups]
 
 
-def _group_of(call: LoggedCall, groups: Sequence[list[LoggedCall]]) -> list[LoggedCall] | None:
-    """The conversation of a call; None: it begins one, as no turn of the assistant is before it."""
-    if not any(message["role"] == "assistant" for message in call.messages):
-        return None
-    for belongs in (_goes_on, _begins_alike):
-        group = next((group for group in reversed(groups) if belongs(call, group)), None)
-        if group is not None:
-            return group
-    return None
+def _prefix_keys(call: LoggedCall, thoughts: bool) -> list[bytes]:
+    """Digests of the first 0, 1, ... messages of a call, and of all of them with the reply.
 
-
-def _goes_on(call: LoggedCall, group: Sequence[LoggedCall]) -> bool:
-    """True if a call's history begins with an earlier call and its reply."""
-    return any([*call.messages[: len(x.messages) + 1]] == [*x.messages, x.reply] for x in group)
-
-
-def _begins_alike(call: LoggedCall, group: Sequence[LoggedCall]) -> bool:
-    """True if what was said before the first turn of the assistant is the same."""
-    first = next(n for n, message in enumerate(call.messages) if message["role"] == "assistant")
-    return [*call.messages[:first]] == [*group[0].messages[:first]]
+    Args:
+      thoughts: whether they count; clients may leave them out of a history.
+    """
+    keys = [b"" if thoughts else b"without thoughts"]
+    left_out = (TRAIN_FIELD,) if thoughts else (TRAIN_FIELD, _THOUGHTS[0])
+    for message in (*call.messages, call.reply):
+        counted = {name: value for name, value in message.items() if name not in left_out}
+        text = json.dumps(counted, sort_keys=True, default=str)
+        keys.append(hashlib.blake2b(keys[-1] + text.encode()).digest())
+    return keys
 
 
 def _conversation(calls: Sequence[LoggedCall], template: ChatTemplate) -> LogEntry:
@@ -244,13 +283,11 @@ def _conversation(calls: Sequence[LoggedCall], template: ChatTemplate) -> LogEnt
     paths: dict[Node, tuple[list[int], int]] = {}  # leaf -> tokens and number of messages
     weights = {}
     for call in calls:
-        prompt, tokens = list(call.prompt), list(call.tokens)
         messages = list(call.messages)
-        if not prompt or not tokens:
-            own = template._replace(tools=call.tools)
-            text = conversation_texts([*messages, call.reply], own, first=len(messages))[-1]
-            begin = text.trained.index(True)
-            prompt, tokens = text.tokens[:begin], text.tokens[begin:]
+        try:
+            prompt, tokens = _tokens_of(call, template)
+        except (*_MISSING, ValueError) as error:
+            raise DataError(f"{call.source}: {error}") from error
         begun = [(ids, count, node) for node, (ids, count) in paths.items() if prompt[: len(ids)] == ids]
         ids, count, node = max(begun, key=lambda path: len(path[0]), default=([], 0, None))
         if len(prompt) > len(ids):
@@ -263,27 +300,58 @@ def _conversation(calls: Sequence[LoggedCall], template: ChatTemplate) -> LogEnt
     return LogEntry(calls[0].source, calls[0].form, Episode(ends, {}), weights, logged)
 
 
+def _tokens_of(call: LoggedCall, template: ChatTemplate) -> tuple[list[int], list[int]]:
+    """Tokens of a call's prompt and reply, of the file where it has both."""
+    if call.prompt and call.tokens:
+        return list(call.prompt), list(call.tokens)
+    own = template._replace(tools=call.tools)
+    text = conversation_texts([*call.messages, call.reply], own, first=len(call.messages))[-1]
+    begin = text.trained.index(True)
+    return text.tokens[:begin], text.tokens[begin:]
+
+
 def _text_entry(
     source: str, form: str, record: Mapping[str, Any], given: tuple[Any, Any], template: ChatTemplate
 ) -> LogEntry:
     """A record of words whose origin it does not say: what is trained of it counts as sampled.
 
     Args:
-      given: prompt or conversation, as text or messages, and the text that completes it.
+      given: prompt or conversation, as text or messages, and what completes it; None: it is a conversation.
     """
     prompt, completion = given
     messages: list[Message] = []
+    first, texts = 0, None
     tools = normal_tools(record.get("tools") or ())
-    if are_messages(prompt):
+    own = template._replace(tools=tools)
+    if completion is None:
+        if not are_messages(prompt):
+            raise DataError(f"its messages are {shown(prompt)}, which is no list of messages")
         messages = [*normal_messages(prompt)]
-        first = len(messages) if completion is not None else 0
-        messages += [{"role": "assistant", "content": completion}] if completion is not None else []
-        rows = conversation_texts(messages, template._replace(tools=tools), first)
+        rows = conversation_texts(messages, own)
+    elif are_messages(prompt):
+        messages = [*normal_messages(prompt)]
+        rows = completed_texts(messages, "completion", completion, own)
+        first = len(messages)
+        replies = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        messages += normal_messages(replies)
+    elif isinstance(prompt, str):
+        rows = completed_texts(prompt, "completion", completion, template)
+        texts = (prompt, completion if isinstance(completion, str) else normal_messages(completion)[0]["content"])
     else:
-        ids, text = encode_prompt(template.tokenizer, str(prompt))
-        rows = [completed_text(ids, "completion", str(completion), template.tokenizer, before=text)]
-    ends, weights = [], {}
-    turns = (n for n, x in enumerate(messages) if x["role"] == "assistant" and x.get(TRAIN_FIELD) is not False)
+        raise DataError(f"its prompt is {shown(prompt)}, neither a text nor messages")
+    leaves = _leaves_of(rows, messages, first)
+    weights = f"step {record['step']}" if "step" in record else UNKNOWN_WEIGHTS
+    sampled = {node: weights for leaf in leaves for node in leaf.path() if node.sampled}
+    ends = [Trajectory(POLICY, leaf, tools) for leaf in leaves]
+    entry = LogEntry(source, form, Episode(ends, {}), sampled, logged=False, texts=texts, remarks=REMARKS.get(form, ()))
+    return entry._replace(conversation=LoggedConversation(messages, tools, first) if messages else None)
+
+
+def _leaves_of(rows: Sequence[Text], messages: Sequence[Message], first: int) -> list[Node]:
+    """The last node of each row of some messages, whose turns from `first` on are trained in order."""
+    leaves = []
+    trained = (x["role"] == "assistant" and x.get(TRAIN_FIELD) is not False for x in messages)
+    turns = (n for n, is_trained in enumerate(trained) if is_trained and n >= first)
     for row in rows:
         node: Node | None = None
         seen = turn = 0  # messages
@@ -292,15 +360,13 @@ def _text_entry(
             turn_messages = messages[turn : turn + 1] if sampled else messages[seen:turn]
             node = Node(node, [token for _, token in group], sampled, messages=turn_messages)
             seen = turn + 1
-            if sampled:
-                weights[node] = f"step {record['step']}" if "step" in record else UNKNOWN_WEIGHTS
-        ends += [Trajectory(POLICY, node, tools)] if node is not None else []
-    texts = None if messages else (str(prompt), str(completion))
-    return LogEntry(source, form, Episode(ends, {}), weights, logged=False, texts=texts, remarks=REMARKS.get(form, ()))
+        leaves += [node] if node is not None else []
+    return leaves
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of a client with the fields of the normal form; others, such as annotations, say nothing of tokens."""
-    fields = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
+    fields = ("role", "content", "tool_calls", "function_call", "tool_call_id", "name", *_THOUGHTS)
     plain = {name: message[name] for name in fields if message.get(name)}
-    return {"content": "", **plain}
+    marks = {name: message[name] for name in (TRAIN_FIELD, "weight") if message.get(name) is not None}
+    return {"content": "", **plain, **marks}

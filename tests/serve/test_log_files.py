@@ -14,7 +14,7 @@ from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episodes import Episode
 from funrl.serve.log_audit import audit_entry
-from funrl.serve.log_files import read_logs
+from funrl.serve.log_files import LoggedCall, grouped_calls, read_logs
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 
 LOGS = Path(__file__).parent / "logs"
@@ -32,6 +32,30 @@ def assistant(text):
 
 def call(reply, *messages, model="m"):
     return {"request": {"messages": [*messages]}, "response": {"model": model, "choices": [{"message": reply}]}}
+
+
+def with_ids(tokens, prompt):
+    """A call with token ids of its reply and its prompt."""
+    record = call(assistant("r"), user("x"))
+    record["response"]["choices"][0]["token_ids"] = tokens
+    record["response"]["prompt_token_ids"] = prompt
+    return record
+
+
+def trace(*nodes, trainable=True):
+    """A trace of verifiers: messages, each with the token ids of its content, the marked ones sampled."""
+    entries = [
+        {
+            "message": message,
+            "parent": number - 1 if number else None,
+            "sampled": message["role"] == "assistant",
+            "token_ids": ids,
+            "mask": [message["role"] == "assistant"] * len(ids),
+        }
+        for number, (message, ids) in enumerate(nodes)
+    ]
+    agent = {"name": "helper", "trainable": trainable}
+    return {"traces": [{"verifiers": {"version": "0.4"}, "calls": [], "nodes": entries, "agent": agent}]}
 
 
 def audits(tmp_path, records, template=SMALL):
@@ -141,6 +165,116 @@ def test_choices_of_a_call_and_other_openings_are_apart(tmp_path):
     assert [audit.sampled for audit in found] == [{"m": 2}] * 3 and not any(audit.rewrites for audit in found)
 
 
+def test_a_history_as_a_client_dumps_it_goes_on(tmp_path):
+    """OpenAI's client writes fields that the reply's normal form lacks; others leave the thoughts out."""
+    calls = [call(assistant(reply), user("q"), model=reply) for reply in "ab"]
+    dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    calls += [call(assistant("d"), user("q"), assistant(reply) | dumped, user("w"), model=reply) for reply in "ab"]
+    first, second = audits(tmp_path, calls)
+    assert (first.sampled, second.sampled) == ({"a": 4}, {"b": 4}) and first.paths == second.paths == 1
+    calls = [call(assistant(x) | {"reasoning": "t"}, user("q"), model=x) for x in "ab"]
+    calls += [call(assistant("d"), user("q"), assistant(reply), user("w"), model=reply) for reply in "ab"]
+    assert [[*audit.sampled] for audit in audits(tmp_path, calls)] == [["a"], ["b"]]
+
+
+def test_a_reply_after_one_of_train_false_is_of_the_same_conversation(tmp_path):
+    calls = [call(assistant(reply), user("q"), model=reply) for reply in "ab"]
+    calls.append(call(assistant("d"), user("q"), assistant("a") | {"train": False}, user("w"), model="a"))
+    assert [[*audit.sampled] for audit in audits(tmp_path, calls)] == [["a"], ["b"]]
+
+
+class CountedMessages(list):
+    """Messages that count how often they are read."""
+
+    reads = 0
+
+    def __iter__(self):
+        CountedMessages.reads += 1
+        return super().__iter__()
+
+    def __getitem__(self, place):
+        CountedMessages.reads += 1
+        return super().__getitem__(place)
+
+
+def test_calls_are_grouped_without_comparing_each_with_all():
+    def logged(number, *messages):
+        messages = CountedMessages(messages)
+        return LoggedCall("line", "OpenAI", messages, assistant(f"r{number}"), (), "m", prompt=[number], tokens=[9])
+
+    count = 200
+    calls = [logged(n, user(f"q{n}")) for n in range(count)]
+    calls += [logged(n, user(f"q{n}"), assistant(f"r{n}"), user("w")) for n in range(count)]
+    CountedMessages.reads = 0
+    assert len(grouped_calls(calls, SMALL)) == count
+    assert CountedMessages.reads < 10 * len(calls)
+
+
+def test_a_prompt_of_several_turns_is_one_prompt(tmp_path):
+    prompt = [user("one"), assistant("a"), user("two")]
+    (audit,) = audits(tmp_path, [{"prompt": prompt, "completion": "c"}])
+    (end,) = audit.entry.episode.ends
+    assert [([*node.messages], node.sampled) for node in end.nodes()] == [(prompt, False), ([assistant("c")], True)]
+    trl, verl = audit.trained["TRL"], audit.trained["verl"]
+    whole = "u>one</s>\na>a</s>\nu>two</s>\na>c</s>\n"
+    assert trl.tokens == len(TOKENIZER(whole)["input_ids"])
+    assert (trl.trained, trl.as_sampled, trl.other) == (3, 2, 1)  # "c", its end and the line break
+    assert (verl.trained, verl.as_sampled, verl.other) == (6, 2, 4)
+
+
+@pytest.mark.parametrize("prompt", ["q", [user("q")]])
+def test_a_completion_of_messages_is_read_as_its_text(tmp_path, prompt):
+    as_text, as_messages = audits(tmp_path, [{"prompt": prompt, "completion": x} for x in ("c", [assistant("c")])])
+    assert as_text.trained == as_messages.trained and as_text.sampled == {"unknown weights": 2}
+    assert as_messages.trained["TRL"].as_sampled == 2
+
+
+def test_words_of_the_assistant_at_the_end_of_a_prompt_are_continued(tmp_path):
+    (audit,) = audits(tmp_path, [{"prompt": [user("q"), assistant("ab")], "completion": "c"}])
+    (end,) = audit.entry.episode.ends
+    assert [TOKENIZER.decode(node.tokens) for node in end.nodes()] == ["u>q</s>\na>ab", "c</s>"]
+    assert audit.sampled == {"unknown weights": 2} and audit.given == len("qab")
+    (audit,) = audits(
+        tmp_path, [{"prompt": [user("q"), assistant("ab")], "completion": [assistant("c"), user("w"), assistant("d")]}]
+    )
+    own = audit.trained["funrl"]  # the row of "c" is how that of "d" begins
+    assert (own.rows, own.trained, own.as_sampled, own.other, own.lost) == (2, 4, 4, 0, 0)
+
+
+def test_peers_render_a_conversation_once_and_whole(tmp_path):
+    """Qwen3's template leaves out thoughts of earlier turns: funrl has two rows, TRL one."""
+    thinking = [assistant(x) | {"reasoning_content": f"on {x}"} for x in "ab"]
+    messages = [user("q"), thinking[0], user("w"), thinking[1], user("bye")]
+    (audit,) = audits(tmp_path, [{"messages": messages}], QWEN)
+    assert audit.trained["funrl"].rows == 2 and audit.trained["TRL"].rows == 1
+    whole = QWEN.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert "bye" in whole and audit.trained["TRL"].tokens == len(QWEN.tokenizer(whole)["input_ids"])
+    messages = [user("q"), assistant("a"), user("w"), assistant("bb") | {"train": False}]
+    (audit,) = audits(tmp_path, [{"messages": messages}])
+    assert audit.trained["funrl"].trained == 2
+    assert audit.trained["verl"].trained == len("a</s>\n") - 3 + len("bb</s>\n") - 3
+
+
+def test_an_agent_of_verifiers_that_is_not_trained(tmp_path):
+    nodes = [(user("q"), [5, 6]), (assistant("a"), [7, 8])]
+    logged, words, trained = audits(
+        tmp_path,
+        [trace(*nodes, trainable=False), trace(nodes[0], (assistant("a"), []), trainable=False), trace(*nodes)],
+    )
+    for audit in (logged, words):
+        own = audit.trained["funrl"]
+        assert (own.rows, own.trained, own.lost) == (0, 0, 2) and audit.paths == 1
+        assert audit.entry.remarks == ("the agent helper is not trained",)
+    assert (trained.trained["funrl"].trained, trained.entry.remarks, trained.entry.logged) == (2, (), True)
+
+
+def test_a_trace_with_tokens_of_some_replies_says_that_they_are_not_used(tmp_path):
+    nodes = [(user("q"), [5]), (assistant("a"), [7]), (user("w"), []), (assistant("b"), [])]
+    (audit,) = audits(tmp_path, [trace(*nodes)])
+    assert not audit.entry.logged and audit.entry.source.endswith("line 1")
+    assert "its token ids are not used, as 1 of 2 replies have none" in audit.entry.remarks[0]
+
+
 def test_rollouts_that_verl_wrote(tmp_path):
     """Written by `RayPPOTrainer._log_rollout_data` of verl 0.9.1 at step 7."""
     entries = [*read_logs(LOGS / "verl_0.9.1.jsonl", QWEN)]
@@ -163,6 +297,16 @@ def test_rollouts_that_verl_wrote(tmp_path):
         ({"request": {"messages": []}, "response": {"object": "response"}}, "neither of /v1/chat/completions"),
         ({"messages": [user("x")]}, "no turn of the assistant is trained"),
         ([1, 2, [3]], "the record lacks a part"),
+        ({"messages": []}, "its messages are [], which is no list of messages"),
+        ({"messages": None}, "its messages are null, which is no list of messages"),
+        ({"messages": "hi"}, 'its messages are "hi", which is no list of messages'),
+        ({"prompt": None, "completion": "c"}, "its prompt is null, neither a text nor messages"),
+        ({"prompt": [], "completion": "c"}, "its prompt is [], neither a text nor messages"),
+        (call(assistant("r"), user("x")) | {"request": {"messages": ["x"]}}, "message 1: "),
+        (call(assistant("r")), "message 1 is by the assistant"),
+        (with_ids(5, [1]), "its token_ids is 5; a list of token ids is needed"),
+        (with_ids([1], "ab"), 'its prompt_token_ids is "ab"; a list of token ids is needed'),
+        (with_ids(["a"], [1]), 'its token_ids is ["a"]; a list of token ids is needed'),
     ],
 )
 def test_what_is_no_log_is_refused_with_its_line(tmp_path, record, problem):
