@@ -179,6 +179,15 @@ def test_rows_of_several_versions_have_the_digest_of_each(how, tmp_path, monkeyp
     assert "of policy; that of the run was not published" in str(continued(6, tmp_path / "copy", resume=True))
 
 
+def test_rows_of_two_versions_with_equal_bits_are_the_runs(tmp_path):
+    """The first update of a warm-up changes nothing, and some tokens of the next rows are of the version before it."""
+    observer, outcome = train(folder=tmp_path, new_tokens_per_step=1, lr_warmup_steps=3, minibatches=1, save_every="3")
+    assert outcome.error is None and len(observer.steps) == 3
+    published = recorded(complete_checkpoints(tmp_path / "checkpoints")[3]).facts["published"]["policy"]
+    (first, one), (second, two) = published[:2]
+    assert (first, one, two) == (second, 1, 2)
+
+
 @pytest.mark.gloo
 def test_rows_of_generator_ranks_are_found_though_the_proof_of_the_sync_is_right(monkeypatch):
     """The engine samples by other weights, and has the right ones again when its digests are asked for."""
