@@ -813,7 +813,7 @@ def trace_step(
     batches = [rows]
     learning = _learning_step(parts) - 1
     del rows  # freed once they have been moved
-    no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
+    no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {}, has_digests=False)
     traced = dataclasses.replace(parts, roles=roles, agents={})  # each role sees all rows
     trainer = phases.Trainer(job, traced, no_source, frozen, tracing.TracedClock(tracer))
     alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1

@@ -140,7 +140,10 @@ def digests_before(begun: Completion) -> list[tuple[int, LoadDigest | int]]:
 def all_digests(begun: Completion) -> list[LoadDigest | int]:
     """The digest of each token of a completion that is continued. Raises: ValueError, it has none."""
     if begun.digests is None:
-        raise ValueError(f"completion {begun.number} is continued, and what sampled it was not recorded")
+        raise ValueError(
+            f"completion {begun.number} is continued, and what sampled it was not recorded; --noverify_sync continues "
+            "it without the proof"
+        )
     return begun.digests.tolist()
 
 

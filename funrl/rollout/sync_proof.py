@@ -37,14 +37,15 @@ class SyncProof:
     Attributes:
       version: of the newest sync whose proof has begun; None: of none.
       base: digest of the weights that the policy's adapters stand on, once they have been compared.
-      published: of each policy, the digests of the weights that engines were given, with their versions.
+      published: of each policy, (digest, version) pairs of the weights that engines were given, the oldest first. Two
+        versions have one digest if an update changed no bit.
     """
 
     def __init__(self) -> None:
         """Begin without a sync to prove."""
         self.version: int | None = None
         self.base: int | None = None
-        self.published: dict[str, dict[int, int]] = {}
+        self.published: dict[str, dict[tuple[int, int], None]] = {}
         self._proofs: Mapping[str, PolicyProof] = {}
         self._readable: dict[str, list[str]] = {}  # of each policy, the weights that its engine can show
         self._iterations = 0
@@ -71,17 +72,21 @@ class SyncProof:
     def settle(self) -> None:
         """Compare the digests, unless that has been done or the engine does not hold the weights yet. Collective.
 
+        The first digests of a policy are waited for: only their comparison shows which weights the engine can show.
+
         Raises:
           SyncError: the engine does not hold the trainer's weights; raised on every rank.
         """
-        if self._proofs and all(proof.digests.ready() for proof in self._proofs.values()):
+        if self._proofs and (
+            not self._readable.keys() >= self._proofs.keys()
+            or all(proof.digests.ready() for proof in self._proofs.values())
+        ):
             self.complete()
         elif not self._early:  # some replicas may sample by these weights already
             self._early = True
             for name, proof in self._proofs.items():
-                if name in self._readable:
-                    own = proof.digests.whole_digests()
-                    self._publish(name, proof, {weight: own[weight] for weight in self._readable[name]})
+                own = proof.digests.whole_digests()
+                self._publish(name, proof, {weight: own[weight] for weight in self._readable[name]})
 
     def complete(self) -> bool:
         """Wait for the digests and compare them; returns whether all weights could be read. As `settle`."""
@@ -101,14 +106,15 @@ class SyncProof:
             assert self.base is not None, "adapters are published after their base"
             number = adapted_digest(self.base, number)
         known = self.published.setdefault(name, {})
-        known.pop(number, None)  # the order is that of the versions
-        known[number] = proof.version
+        pair = number, proof.version
+        known.pop(pair, None)  # the order is that of the versions
+        known[pair] = None
         if len(known) > PUBLISHED:
             del known[next(iter(known))]
 
     def published_lists(self) -> dict[str, list[tuple[int, int]]]:
         """`published` as JSON has it: (digest, version) pairs."""
-        return {name: list(known.items()) for name, known in self.published.items()}
+        return {name: list(known) for name, known in self.published.items()}
 
     def restore(self, lists: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Take what a run had published, of `published_lists`."""
@@ -121,6 +127,6 @@ class SyncProof:
         return metrics
 
 
-def published_of(lists: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, dict[int, int]]:
-    """Digests and their versions, by policy, of `SyncProof.published_lists`."""
-    return {name: dict(pairs) for name, pairs in lists.items()}
+def published_of(lists: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, dict[tuple[int, int], None]]:
+    """`SyncProof.published`, of `SyncProof.published_lists`."""
+    return {name: dict.fromkeys((digest, version) for digest, version in pairs) for name, pairs in lists.items()}

@@ -27,7 +27,7 @@ from funrl.trainer.sources.selection import check_usable, nothing_learned
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.foreign_rows import without_foreign_rows
+from funrl.trainer.steps.foreign_rows import ForeignRowError, without_foreign_rows
 from funrl.trainer.steps.learn import UpdateMonitor, learn_per_agent
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.steps.parts import GeneratingParts, Parts
@@ -88,9 +88,19 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
 
 
 def published_rows(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, dict[str, float]]:
-    """The rows that published weights sampled, and metrics, as `without_foreign_rows`. Collective."""
+    """The rows that published weights sampled, and metrics, as `without_foreign_rows`. Collective.
+
+    Raises:
+      ForeignRowError: as there; or the rows have no digests, which their source should have.
+    """
     parts = trainer.parts
-    if not isinstance(parts, GeneratingParts) or rows.batch.get("digests") is None:
+    if not isinstance(parts, GeneratingParts):
+        return rows, {}
+    if rows.batch.get("digests") is None:
+        if trainer.job.settings.engines.verify_sync and trainer.source.has_digests:
+            raise ForeignRowError(
+                "the rows have no digests of the weights that sampled them; --noverify_sync trains on them unproved"
+            )
         return rows, {}
     proof = parts.generator.proof
     if proof.version != state.version:  # who calls the phases without the loop may leave the proof out

@@ -80,7 +80,7 @@ def replay_source(folder: str | Path) -> MakeSource:
             without_foreign_rows(rows, published, parts.agents, policy=parts.main_role, drop=False)
             return rows.with_fields(digests=None), state, saved.record["metrics"]["drawn"]
 
-        return Source(lambda: (), next_rows, lambda states, step: {})
+        return Source(lambda: (), next_rows, lambda states, step: {}, has_digests=False)
 
     return make
 

@@ -173,7 +173,7 @@ def test_a_completion_ends_with_the_adapter_that_it_began_with_where_there_is_a_
     assert ENGINES["vllm"].keeps_adapters and ENGINES["vllm_server"].keeps_adapters
     assert engine.version == 2 and {int(v) for x in done[: len(PROMPTS)] for v in x.versions} == {1}
     adapted.give(engine, 3, 3)  # nothing runs with the first two
-    assert list(engine.base._versions.values()) == [3]
+    assert [adapter.version for adapter in engine.base._loads.values()] == [3]
 
 
 @needs_vllm

@@ -124,8 +124,48 @@ class CountingCore:
 
     def wake(self): ...
 
+    def held(self):
+        return self.weights.items()
+
     def counts(self):
         return CacheCounts(16, 1, 8, len(self.requests), 0)
+
+
+def counting_client():
+    """An engine over a server, the server, and its core."""
+    core = CountingCore()
+    server = CoreServer(("127.0.0.1", 0), lambda message: core)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, timeout_s=120)
+    engine.record_digests = True
+    return load(engine, weights(WIDE), 4), server, core
+
+
+def test_tokens_after_a_restart_have_the_digest_of_what_the_new_server_holds():
+    engine, server, core = counting_client()
+    (request,) = requests_of([[1]], Sampling(max_new_tokens=4), 0)
+    engine.submit([request])
+    for _ in range(2):
+        engine.step()
+    core.weights["model.norm.weight"] = core.weights["model.norm.weight"] + 1  # those of the server after its restart
+    core.requests = {}
+    engine.core.generation += 1
+    done = []
+    while not done:
+        done = engine.step()
+    first, second, third, fourth = done[0].digests.tolist()
+    assert first == second != third == fourth
+    server.shutdown()
+
+
+def test_a_completion_without_digests_is_refused_before_it_is_registered():
+    engine, server, _ = counting_client()
+    (request,) = requests_of([[1]], Sampling(max_new_tokens=4), 0)
+    (done,) = complete(engine, [request._replace(most=2)])
+    with pytest.raises(ValueError, match="what sampled it was not recorded; --noverify_sync continues it without"):
+        engine.submit([request._replace(begun=done._replace(digests=None))])
+    assert engine.unfinished() == 0
+    server.shutdown()
 
 
 @pytest.mark.parametrize("lost", ["bucket", "reload", "add", "step", "drop", "wake", "sleep"])

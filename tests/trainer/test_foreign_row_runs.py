@@ -18,6 +18,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.trainer import loop, phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.checkpoints.saved_rows import open_rows, read_rows
+from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.placement.generate import GroupWriter
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay, replay_source
@@ -179,10 +180,19 @@ def test_rows_of_several_versions_have_the_digest_of_each(how, tmp_path, monkeyp
     assert "of policy; that of the run was not published" in str(continued(6, tmp_path / "copy", resume=True))
 
 
+def test_rows_of_two_versions_with_equal_bits_are_the_runs(tmp_path):
+    """The first update of a warm-up changes nothing, and some tokens of the next rows are of the version before it."""
+    observer, outcome = train(folder=tmp_path, new_tokens_per_step=1, lr_warmup_steps=3, minibatches=1, save_every="3")
+    assert outcome.error is None and len(observer.steps) == 3
+    published = recorded(complete_checkpoints(tmp_path / "checkpoints")[3]).facts["published"]["policy"]
+    (first, one), (second, two) = published[:2]
+    assert (first, one, two) == (second, 1, 2)
+
+
 @pytest.mark.gloo
 def test_rows_of_generator_ranks_are_found_though_the_proof_of_the_sync_is_right(monkeypatch):
     """The engine samples by other weights, and has the right ones again when its digests are asked for."""
-    load, answer = NativeEngine.load, GroupWriter.answer
+    load, serve = NativeEngine.load, GroupWriter.serve
     right = {}
 
     def load_others(self, named_weights, version=0):
@@ -191,10 +201,10 @@ def test_rows_of_generator_ranks_are_found_though_the_proof_of_the_sync_is_right
             right.update((name, x.clone()) for name, x in self.held_weights())
             load(self, other_weights(self), 2)
 
-    def answer_rightly(self, request):
+    def serve_rightly(self, request, answers):
         if isinstance(request, DigestsRequest) and request.version == 2:
             load(self.engine, right.items(), 2)
-        return answer(self, request)
+        return serve(self, request, answers)
 
     def program(mesh):
         observer = Quiet()
@@ -204,9 +214,24 @@ def test_rows_of_generator_ranks_are_found_though_the_proof_of_the_sync_is_right
     job = small_job(GRPO, dtype="float32", place="train:dp1 generate:dp1", steps=3, eval_every=4)
     assert launch(program, job.launched, "cpu") == (3, None)
     monkeypatch.setattr(NativeEngine, "load", load_others)
-    monkeypatch.setattr(GroupWriter, "answer", answer_rightly)
+    monkeypatch.setattr(GroupWriter, "serve", serve_rightly)
     steps, error = launch(program, job.launched, "cpu")
     assert steps == 1 and re.match(FOREIGN_ROW, str(error))
+
+
+def test_rows_without_digests_are_an_error_where_the_proof_is_on():
+    def source(*given):
+        inner = make_source(*given)
+
+        def next_rows(state, step):
+            rows, state, metrics = inner.next_rows(state, step)
+            return rows.with_fields(digests=None), state, metrics
+
+        return inner._replace(next_rows=next_rows)
+
+    _, outcome = train(source=source)
+    assert isinstance(outcome.cause, ForeignRowError) and "--noverify_sync trains on them" in str(outcome.error)
+    assert train(source=source, verify_sync=False)[1].error is None
 
 
 def test_the_flag_needs_the_proof():

@@ -27,6 +27,7 @@ from funrl.models.float8_weights import float8_model_problem
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.adapter_engine import LoadedAdapter
+from funrl.rollout.certificate import wait_for_digests
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.load_digest import LoadDigest
 from funrl.rollout.native.backends import MakeBackend, TorchBackend, backend_of
@@ -176,6 +177,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
+        wait_for_digests(self.weights.mesh.device)
         static = self._keep_captured(0 if self._static is None else self._static.load_bytes)
         self.version = None
         if static is None:
@@ -216,6 +218,7 @@ class NativeEngine:
         """
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
+        wait_for_digests(self.weights.mesh.device)
         spec = self.adapter_weights(lora)
         numbers = sum(math.prod(shape) for _, shape in spec.names.values())
         static = self._keep_captured(numbers * spec.dtype.itemsize)

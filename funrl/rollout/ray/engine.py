@@ -59,6 +59,7 @@ class RayEngine(RemoteEngine):
       ray, exchange: of `connect_ranks`.
       publish: (model, version) -> None; called on the first rank once all ranks have put a version.
       published: model -> newest version that they have put.
+      models: the engines of all models of the generators by name; "" is the policy's.
       sent: bytes of the newest version that a generator takes if it holds the one before; None: nothing is patched.
     """
 
@@ -75,6 +76,7 @@ class RayEngine(RemoteEngine):
         self.ray, self.exchange = connect_ranks(mesh)
         self.publish: Callable[[str, int], None] = lambda model, version: None
         self.published: dict[str, int] = {}
+        self.models: dict[str, RayEngine] = {"": self}
         self.sent: int | None = None
         self._stored = dict(trees.named(stored))
         self._patches = patches and weights.dtype.itemsize == NARROW and not weights.float8
@@ -85,6 +87,7 @@ class RayEngine(RemoteEngine):
         other = copy.copy(self)
         other.model = name
         other.publish = lambda model, version: self.publish(model, version)
+        self.models[name] = other
         return other
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:

@@ -97,7 +97,7 @@ class GeneratorLink:
       changed: the lock of everything here and of the ledger, notified after each turn.
       ledger: of the run; None: not yet.
       asked: place -> call that writes it, of those that wait to begin.
-      digests: of the newest version of the policy that a generator holds.
+      digests: of the newest version that a generator holds, by the models that are proved; "" is the policy.
 
     Example:
       link = GeneratorLink(request, exchange, note)
@@ -118,7 +118,7 @@ class GeneratorLink:
         """
         self.changed = threading.Condition()
         self.ledger: Ledger | None = None
-        self.digests: EngineDigests | None = None
+        self.digests: dict[str, EngineDigests] = {}
         self.asked: dict[int, GeneratorCall] = {}
         self._request = request
         self._exchange = exchange
@@ -233,12 +233,15 @@ class GeneratorLink:
     def _load(self, generator: RunningGenerator, release: int) -> None:
         generator.loading = release
 
-        def loaded(digests: EngineDigests | None) -> None:
+        def loaded(digests: Mapping[str, EngineDigests]) -> None:
             generator.release = release
             generator.loading = None
-            if digests and self.digests and self.digests.version == digests.version and digests != self.digests:
-                raise SyncError(f"generators hold different weights of version {digests.version}")
-            self.digests = digests or self.digests
+            for model, own in digests.items():
+                known = self.digests.get(model)
+                if known is not None and known.version == own.version and known != own:
+                    of_model = f" of {model}" if model else ""
+                    raise SyncError(f"generators hold different weights{of_model} of version {own.version}")
+                self.digests[model] = own
             oldest = min([self._target, *(x.loading for x in self._generators.values() if x.loading is not None)])
             past = [number for number in self._releases if number < oldest]
             topics = {topic for number in past for topic in self._releases.pop(number).items()}

@@ -136,7 +136,7 @@ def read_factors(manager: Any, number: int, placed: Mapping[str, SlotFactors]) -
         seconds = _own_part(module, "slice_lora_b", [part and part.scaled for part in parts])
         held = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
         for part, a, b, (slot_a, slot_b) in zip(parts, firsts, seconds, held, strict=True):
-            if part is not None:
+            if part is not None and a is not None and b is not None:
                 yield part.name + FIRST_END, part.a if _holds(slot_a[slot, 0], a) else slot_a[slot, 0]
                 yield part.name + SECOND_END, part.b if _holds(slot_b[slot, 0], b) else slot_b[slot, 0]
 
@@ -149,10 +149,8 @@ def _own_part(module: Any, slice_name: str, factors: list[Tensor | None]) -> lis
     return split(factors) if len(factors) > 1 else [split(x) for x in factors]
 
 
-def _holds(slot: Tensor, x: Tensor | None) -> bool:
+def _holds(slot: Tensor, x: Tensor) -> bool:
     """True if a slot has a factor, and zeros beside it."""
-    if x is None:
-        return not slot.any()
     padded = torch.zeros_like(slot)
     padded[: x.shape[0], : x.shape[1]] = x
     return torch.equal(slot, padded)

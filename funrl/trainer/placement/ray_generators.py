@@ -186,7 +186,7 @@ class GeneratorActor:
         self._engines = {"": generator.engine, **generator.further}
         self._serving = generator.serving
         self._resident = ResidentEngine(generator.serving)
-        self._verifies = job.settings.engines.verify_sync
+        self._proved = ("", *generator.policies) if job.settings.engines.verify_sync else ()
 
     async def ping(self) -> None:
         """Give a sign of life."""
@@ -210,10 +210,10 @@ class GeneratorActor:
                     pulled.append(thread.submit(self._pull, order.versions))
                 follow(self._serving, self._mesh)
 
-    async def load(self, versions: Mapping[str, int]) -> EngineDigests | None:
+    async def load(self, versions: Mapping[str, int]) -> dict[str, EngineDigests]:
         """Load versions of models between two steps of the engine.
 
-        Returns: digests of the policy, where loads are proved.
+        Returns: digests of the policies that have weights by their models, where loads are proved.
         """
         self._orders.append(LoadOrder(versions))
         self._pulled = await asyncio.to_thread(self._pull, versions)
@@ -237,13 +237,13 @@ class GeneratorActor:
                 self._notes.note(remark)
         return pulled
 
-    def _load(self, pulled: Mapping[str, trees.Tree], versions: Mapping[str, int]) -> EngineDigests | None:
+    def _load(self, pulled: Mapping[str, trees.Tree], versions: Mapping[str, int]) -> dict[str, EngineDigests]:
         """Load weights into the engines. Collective over the devices of this generator."""
         for name, tree in pulled.items():
             self._engines[name].load(self._engine.weights.named(tree), versions[name])
         self._serving.check([])  # it measures its free memory now, on all devices
-        is_loaded = self._engine.version is not None  # models that do not change may come first
-        return engine_digests(self._engine) if self._verifies and is_loaded else None
+        engines = {name: self._engines[name] for name in self._proved}
+        return {name: engine_digests(engine) for name, engine in engines.items() if engine.version is not None}
 
     async def write(self, work: messages.GroupWork) -> DeliveredGroup:
         """Write and reward a group."""
@@ -383,8 +383,10 @@ class RayGenerators(GroupGenerators, Requests):
         """
         GroupGenerators.__init__(self, job, engine, generation, show)
         Requests.__init__(self, self.mesh)
-        self.requests = engine.requests = self
-        engine.held = lambda version: self._digests(version) is not None
+        self.requests = self
+        for name, own in engine.models.items():
+            own.requests = self
+            own.held = functools.partial(self._holds, name)
         self._sender = engine
         self._ray = engine.ray
         self._exchange = engine.exchange
@@ -445,7 +447,7 @@ class RayGenerators(GroupGenerators, Requests):
     def post(self, request: object) -> int:
         """Begin to answer a request; see `Requests`."""
         if isinstance(request, DigestsRequest):
-            answer = functools.partial(self._digests, request.version), lambda digests: digests
+            answer = functools.partial(self._digests, request.model, request.version), lambda digests: digests
         elif isinstance(request, GreedyRequest):
             answer = self._begin("greedy", [(request.prompts, request.new_tokens)]), lambda values: values[0]
         elif isinstance(request, messages.EpisodesRequest):
@@ -533,10 +535,14 @@ class RayGenerators(GroupGenerators, Requests):
             numbers.clear()
         return messages.own_fields(rows_of_bytes(share, self._alone).batch if share else rows.batch)[0]
 
-    def _digests(self, version: int) -> EngineDigests | None:
-        """Digests of a generator that holds a version; None: no one does."""
-        digests = self._link.digests
+    def _digests(self, model: str, version: int) -> EngineDigests | None:
+        """Digests of a generator that holds a version of a model; None: no one does."""
+        digests = self._link.digests.get(model)
         return digests if digests is not None and digests.version == version else None
+
+    def _holds(self, model: str, version: int) -> bool:
+        """True if a generator holds a version of a model."""
+        return self._digests(model, version) is not None
 
     def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[], list[Any] | None]:
         """Begin calls of generators with the newest weights, on the first rank.

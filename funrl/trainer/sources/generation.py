@@ -517,30 +517,23 @@ def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.de
 
 def digest_lines(rows: Sequence[Sequence[Span]]) -> Ragged:
     """First token, version and digest of each run of tokens of one digest, of this rank's rows."""
-    sampled = list[tuple[int, int, Tensor, Tensor]]()  # row, first token, versions and digests of a span
+    runs = [np.zeros((0, 3), np.int64)]
+    counts = np.zeros(len(rows), np.int64)
     for row, spans in enumerate(rows):
         begin = 0
         for span in spans:
             if span.numbers is not None:
                 if span.numbers.digests is None:
                     raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
-                sampled.append((row, begin, span.numbers.versions, span.numbers.digests))
+                versions = span.numbers.versions.numpy()
+                digests = span.numbers.digests.numpy()
+                changed = (versions[1:] != versions[:-1]) | (digests[1:] != digests[:-1])
+                first = np.flatnonzero(np.append(True, changed)[: len(digests)])
+                runs.append(np.stack([begin + first, versions[first], digests[first]], 1))
+                counts[row] += len(first)
             begin += len(span.tokens)
-    none = torch.zeros(0, dtype=torch.int64)
-    lengths = np.array([len(digests) for *_, digests in sampled], dtype=np.int64)
-    row_N, begin_N, place_N = (
-        np.repeat(np.array(x, dtype=np.int64), lengths)
-        for x in ([row for row, *_ in sampled], [begin for _, begin, *_ in sampled], np.cumsum(lengths) - lengths)
-    )
-    place_N = np.arange(len(place_N)) - place_N  # in its span
-    version_N = torch.cat([none, *(versions for _, _, versions, _ in sampled)]).numpy()
-    digest_N = torch.cat([none, *(digests for *_, digests in sampled)]).numpy()
-    changed_N = (np.diff(version_N, prepend=0) != 0) | (np.diff(digest_N, prepend=0) != 0)
-    first = np.flatnonzero((place_N == 0) | changed_N)
-    values = np.stack([begin_N[first] + place_N[first], version_N[first], digest_N[first]], 1)
-    counts = np.bincount(row_N[first], minlength=len(rows))
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Ragged(torch.from_numpy(values), torch.from_numpy(offsets))
+    return Ragged(torch.from_numpy(np.concatenate(runs)), torch.from_numpy(offsets))
 
 
 def first_texts(

@@ -84,6 +84,8 @@ class Source(NamedTuple):
         the weights of now. Both are collective, and one evaluation runs at a time. None: none is concurrent.
       stored: its state in a checkpoint.
       log: of the newest step.
+      has_digests: whether rows of generated completions have digests of the weights that sampled them, where engines
+        record these; False: the source leaves them out, and nothing compares them.
     """
 
     init: Callable[[], trees.Tree]
@@ -95,6 +97,7 @@ class Source(NamedTuple):
     begin_evaluation: Callable[[int], Callable[[], dict[str, float]]] | None = None
     stored: StoredState = StoredState()
     log: StepLog = StepLog()
+    has_digests: bool = True
 
 
 class DroppedPrompt(NamedTuple):

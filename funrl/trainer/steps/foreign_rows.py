@@ -15,7 +15,7 @@ from funrl.trainer.steps.step_rows import Rows, take
 
 FOREIGN = "rollout/foreign_rows"  # metric: rows that were dropped, with those that they are compared with
 
-Published = Mapping[str, Mapping[int, int]]  # by policy: digest -> version
+Published = Mapping[str, Collection[tuple[int, int]]]  # by policy: (digest, version) pairs
 
 
 class ForeignRowError(SyncError):
@@ -41,7 +41,7 @@ class ForeignRun(NamedTuple):
 
     def message(self, published: Published) -> str:
         """A foreign token, with the published digest of its version."""
-        known = [digest for digest, version in published.get(self.policy, {}).items() if version == self.version]
+        known = [digest for digest, version in published.get(self.policy, ()) if version == self.version]
         ours = f"is {shown_digest(known[-1])}" if known else "was not published"
         return (
             f"row {self.row}, token {self.token}: the engine sampled it by weights with the digest "
@@ -54,7 +54,7 @@ def foreign_runs(rows: Rows, published: Published, policy_of: Mapping[int, str],
 
     Args:
       rows: some rows; without digests none is foreign.
-      published: digests of the weights of each policy.
+      published: digests and versions of the weights of each policy, as `SyncProof.published`.
       policy_of: by the number of an agent, the policy that it is, if it is not `policy`.
       policy: name of the main policy.
     """
@@ -67,7 +67,7 @@ def foreign_runs(rows: Rows, published: Published, policy_of: Mapping[int, str],
     runs = []
     for row, (token, version, digest) in zip(row_L.tolist(), digests.values.tolist(), strict=True):
         name = policy if agents is None else policy_of.get(agents[row], policy)
-        if published.get(name, {}).get(digest) != version:
+        if (digest, version) not in published.get(name, ()):
             runs.append(ForeignRun(row, token, version, digest, name))
     return runs
 
