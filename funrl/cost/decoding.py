@@ -111,20 +111,40 @@ def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
 def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
     """Rows of full length that the cache of one rank has room for, and bytes of the pages of one in the mean.
 
-    The completions of a prompt share its whole pages.
+    The completions of a prompt share its whole pages, which fewer rows than these hold too.
     """
     job = work.job
-    generator = work.whole
-    assert isinstance(generator.whole, NativeEngine)
-    model = generator.whole.model
+    engine = work.whole.whole
+    assert isinstance(engine, NativeEngine)
+    mesh = engine.weights.mesh
+    page = hardware_page_tokens(work.hardware)
+    page_bytes = engine.model.page_bytes(mesh, page, job.dtype)
+    cell_bytes = engine.model.cell_bytes(mesh, job.dtype)
+    shared_bytes = work.prompt_tokens // page * page_bytes
+    own_bytes = _whole_row_bytes(work, sampling) - shared_bytes
+    row_bytes = math.ceil(own_bytes + shared_bytes / sampling.samples) + cell_bytes
+    given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
+    given -= _control_bytes(work, sampling)
+    rows = given // row_bytes
+    if rows < sampling.samples:
+        rows = (given - shared_bytes) // (own_bytes + cell_bytes)
+    return max(0, int(rows)), row_bytes
+
+
+def _whole_row_bytes(work: EngineWork, sampling: Sampling) -> int:
+    """Bytes of the pages of a row of full length that shares none."""
+    engine = work.whole.whole
+    assert isinstance(engine, NativeEngine)
     page = hardware_page_tokens(work.hardware)
     pages = -(-work.turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens) // page)
-    mesh = generator.whole.weights.mesh
-    shared = work.prompt_tokens // page
-    own = pages - shared + shared / sampling.samples
-    row_bytes = math.ceil(own * model.page_bytes(mesh, page, job.dtype)) + model.cell_bytes(mesh, job.dtype)
-    given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
-    return int(given // row_bytes) - (generator.whole.control is not None), row_bytes
+    return pages * engine.model.page_bytes(engine.weights.mesh, page, work.job.dtype)
+
+
+def _control_bytes(work: EngineWork, sampling: Sampling) -> int:
+    """Bytes of the cache in which a control row is scored once more: it shares no pages. 0: none is."""
+    engine = work.whole.whole
+    scored = isinstance(engine, NativeEngine) and engine.control is not None
+    return _whole_row_bytes(work, sampling) if scored else 0
 
 
 def own_prompts(job: RLJob, mesh: Mesh) -> int:
@@ -193,8 +213,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     passes = (fresh if fresh < 1 else math.ceil(fresh / sizes.prompts)) * -(-work.prompt_tokens // sizes.prompt_tokens)
     steps = turns.replies * sampling.max_new_tokens
     whole = after(times(phases["prefill"], passes), times(phases["decode"], steps))
-    if isinstance(work.whole.whole, NativeEngine) and work.whole.whole.control is not None:
-        whole = plus(whole, {"cache": float(rows_in_cache(work, sampling)[1])})  # of a row that is scored once more
+    whole = plus(whole, {"cache": float(_control_bytes(work, sampling))})
     if state_bytes:
         most_held = MOST_STATE_BYTES // state_bytes
         own = own_prompts(work.job, work.whole.whole.weights.mesh)

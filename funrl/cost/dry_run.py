@@ -74,7 +74,7 @@ from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer import offload, phases
 from funrl.trainer.jobs.build import build, first_state, weights_dtype
-from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
+from funrl.trainer.jobs.compatibility import check_algorithm, check_mask_replay, check_meshes, check_owned_values
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import updates_of
@@ -421,6 +421,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     check_owned_values(settings, models.models, algorithm)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     generating = check_meshes(settings, models.models, sizes, memory)
+    check_mask_replay(settings, models.models, algorithm, generating=generating)
     devices = JobDevices(sizes=sizes, generate_sizes=generating, device="cpu")
     if kind == "supervised":
         return text_job(settings, algorithm, models, devices, Texts("dry run", (), (), texts_kind(algorithm)))

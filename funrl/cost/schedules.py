@@ -62,7 +62,7 @@ class EngineTimes(NamedTuple):
       row: arithmetic of one row.
       token: reading the cache of one token.
       read: reading one token of a prompt, or of a row whose cache is computed again.
-      capacity: tokens that the cache holds.
+      capacity: tokens that the caches of all groups of its devices hold.
     """
 
     fixed: float
@@ -582,14 +582,15 @@ class _Trainer:
         return True
 
 
-def rows_together(times: EngineTimes, most: int, tokens: float) -> int:
+def rows_together(times: EngineTimes, most: int, tokens: float, groups: int = 1) -> int:
     """Rows that a replica runs together.
 
     Args:
       most: by the settings of the engine.
       tokens: of a mean row, which limits how many fit into the cache.
+      groups: of its devices, each of which has a cache of its own rows.
     """
-    return max(1, min(most, int(times.capacity // tokens)))
+    return max(1, min(most, groups * int(times.capacity / groups // tokens)))
 
 
 def simulate_run(run: AsyncRun, steps: int = 30, seed: int = 0) -> Simulated:
@@ -898,7 +899,7 @@ def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule
         prompt=work.prompt,
         engine=times,
         replicas=generate // (expert * tensor),
-        slots=rows_together(times, expert * job.settings.engines.decode_rows, work.prompt + work.lengths.mean),
+        slots=rows_together(times, expert * job.settings.engines.decode_rows, work.prompt + work.lengths.mean, expert),
         update=update,
         transfer=message_seconds(work.hardware, 1, weights, near=False),
         environment=turns.episode_waits,

@@ -343,12 +343,6 @@ class Space(NamedTuple):
         return has_experts(self.base.models)
 
     @property
-    def engine_experts(self) -> bool:
-        """True if the engine splits the experts of the model that it generates with."""
-        model = self.base.models[self.base.main_role]
-        return self.given.engines.abilities.shares_experts and model.abilities.routers is not None
-
-    @property
     def long(self) -> bool:
         """True if a micro-batch has few rows, or a rank none, so that splitting tokens may help."""
         return 4 * self.width > self.given.updates.token_budget or rows_of_step(self.base) < self.world
@@ -406,7 +400,7 @@ class Space(NamedTuple):
         groups stay inside a node if any do.
         """
         abilities = self.base.models[self.base.main_role].abilities
-        experts = abilities.routers.experts if self.engine_experts and abilities.routers else 1
+        experts = engine_experts(self.given, self.base.models[self.base.main_role])
         engines = [
             split._replace(engine=tensor, engine_expert=expert)
             for tensor in _divisors(self.world)
@@ -427,7 +421,7 @@ class Space(NamedTuple):
         expert = split.engine_expert
         times = engine_times(job.models[job.main_role], self.hardware, split.engine, job.dtype.itemsize, expert=expert)
         rows = math.ceil(rows_of_step(job) / self.engine_of(split)["data"])
-        together = min(rows, rows_together(times, expert * self.given.engines.decode_rows, self.width))
+        together = min(rows, rows_together(times, expert * self.given.engines.decode_rows, self.width, expert))
         iteration = float(times.without_context(np.array(together))) + times.token * together * self.width / 2
         replies = job.sampling.max_new_tokens
         reading = times.read * (self.width - replies) * rows / job.sampling.samples
@@ -557,6 +551,12 @@ def usable_axes(settings: Settings, models: Mapping[str, Model]) -> tuple[tuple[
 def has_experts(models: Mapping[str, Model]) -> bool:
     """True if some weight of a model has experts."""
     return any(model.abilities.routers is not None for model in models.values())
+
+
+def engine_experts(settings: Settings, model: Model) -> int:
+    """Experts of a model that the ranks of an engine may share; 1: they may share none."""
+    shares = settings.engines.abilities.shares_experts and not settings.sampling.mask_replay
+    return model.abilities.routers.experts if shares and model.abilities.routers is not None else 1
 
 
 def split_flags(settings: Settings, given: Settings) -> dict[str, Any]:
@@ -790,14 +790,14 @@ def _division(
     node = work.hardware.node
     widest = node if fits_node else node * MOST_NODES
     best = None
-    experts = job.settings.engines.abilities.shares_experts and model.abilities.routers
+    experts = engine_experts(job.settings, model)
     for tensor, expert in itertools.product(_divisors(generate), repeat=2):
         splits = tensor <= widest and model.abilities.heads % tensor == 0 and generate % (tensor * expert) == 0
-        if not splits or (expert > 1 and (not experts or experts.experts % expert)):
+        if not splits or experts % expert:
             continue
         engine = dict.fromkeys(AXES, 1) | {"data": generate // (tensor * expert), "expert": expert, "tensor": tensor}
         run = async_run(dataclasses.replace(job, generate_sizes=engine), update, generate, work, rule)
-        if run.engine.capacity >= work.prompt + work.lengths.most:
+        if run.engine.capacity / expert >= work.prompt + work.lengths.most:
             rows = min(run.slots, math.ceil(run.rule.places * run.samples / run.replicas))
             rate = run.replicas * rows / run.iteration_seconds(rows)
             if best is None or rate > best[0]:

@@ -152,6 +152,19 @@ def test_completions_of_a_prompt_share_its_whole_pages():
     assert decoding.rows_in_cache(work, alone)[1] == sizes.row_pages * page_bytes
 
 
+def test_fewer_rows_than_a_prompt_has_completions_hold_its_pages_too():
+    """Room for 40 pages, of which the prompt takes 30 and each row 2 of its own."""
+    page = decoding.hardware_page_tokens(CPU)
+    job = small("grpo", batch_prompts=4, samples_per_prompt=16, max_new_tokens=2 * page)
+    work = work_of(job, Turns())._replace(prompt_tokens=30 * page)
+    page_bytes = job.model.page_bytes(work.whole.whole.weights.mesh, page, job.dtype)
+    rows = {n: decoding.rows_in_cache(work._replace(room=n * page_bytes), job.sampling)[0] for n in (40, 62, 29, 124)}
+    assert rows == {40: 5, 62: 16, 29: 0, 124: 32}
+    work.whole.whole.control = object()  # a row that is scored once more has all of its 32 pages
+    assert decoding.rows_in_cache(work._replace(room=72 * page_bytes), job.sampling)[0] == 5
+    assert decoding._control_bytes(work, job.sampling) == 32 * page_bytes
+
+
 def test_pages_of_waiting_episodes_are_held_while_there_is_room():
     job = small("grpo", task="calculator", batch_prompts=32, decode_rows=8, max_new_tokens=4)
     turns = Turns(4, 2, 1.0)

@@ -2,15 +2,18 @@
 
 import functools
 import json
+from unittest import mock
 
 import pytest
-from dry_jobs import CPU, settings, write_config
+from dry_jobs import CPU, H100, QWEN3_30B, plain, settings, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
 from funrl.cost import report as dry_report
+from funrl.cost import schedules
 from funrl.cost import search as searching
 from funrl.cost.report import dry_run
+from funrl.cost.schedules import UpdateTimes, Workload, parse_lengths, rule_of
 from funrl.cost.search import chosen_devices, place_search, reasons_text, train_counts
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
@@ -63,6 +66,32 @@ def test_a_run_takes_the_best_and_is_refused_where_none_fits(monkeypatch):
         SettingsError, match=r"--place=auto:4: no division of 4 devices fits: .* of 92 kB per device, to"
     ):
         chosen_devices(given, recipe("rollout_is"), CPU)
+
+
+def engine_of_division(monkeypatch, tmp_path, capacity, **flags):
+    """Mesh to generate on with two devices, whose replica holds `capacity(expert)` tokens; rows have 21,000."""
+    right = schedules.engine_times
+
+    def times_of(model, hardware, tensor, item, expert):
+        return right(model, hardware, tensor, item, expert)._replace(capacity=capacity(expert))
+
+    monkeypatch.setattr(schedules, "engine_times", times_of)
+    job = plain("grpo", model=write_config(tmp_path, **QWEN3_30B), dtype="bfloat16", **flags)
+    trainer = mock.Mock(full=mock.Mock(job=job), on=lambda count: (job.sizes, UpdateTimes(1, 1e-4)))
+    work = Workload(parse_lengths("mean:1000,max:20000"), 1000, H100)
+    return searching._division(trainer, (1, 2), work, rule_of(settings()))[1]["generate"]
+
+
+def test_a_row_lies_in_the_cache_of_one_group_of_an_engine(monkeypatch, tmp_path):
+    assert engine_of_division(monkeypatch, tmp_path, lambda expert: 25e3 * expert)
+    with pytest.raises(SettingsError, match="2 devices have no room to generate with"):
+        engine_of_division(monkeypatch, tmp_path, lambda expert: 15e3 * expert)
+
+
+def test_generators_that_record_masks_share_no_experts(monkeypatch, tmp_path):
+    assert engine_of_division(monkeypatch, tmp_path, lambda expert: 1e6 * (expert > 1))["expert"] == 2
+    with pytest.raises(SettingsError, match="2 devices have no room to generate with"):
+        engine_of_division(monkeypatch, tmp_path, lambda expert: 1e6 * (expert > 1), top_p=0.8, mask_replay=True)
 
 
 @pytest.mark.slow

@@ -145,6 +145,7 @@ def test_slots_are_limited_by_the_cache():
     assert rows_together(TIMES, most=256, tokens=1000) == 100
     assert rows_together(TIMES, most=16, tokens=1000) == 16
     assert rows_together(TIMES, most=16, tokens=1e9) == 1
+    assert rows_together(TIMES, most=512, tokens=30_000, groups=2) == 2  # three rows' tokens, in two caches
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,14 @@ BY_NODE = [  # mesh, ranks of a node and experts of a token
 ]
 
 
+def by_any_node(experts, mesh):
+    """Whether ranks are on several nodes, instead of `_goes_by_node`: tests have few experts and nodes."""
+    return mesh.nodes is not None
+
+
 @pytest.mark.parametrize("mesh,node,k", BY_NODE)
-def test_tokens_that_go_once_to_a_node_give_the_values_and_gradients_of_a_loop(mesh, node, k):
+def test_tokens_that_go_once_to_a_node_give_the_values_and_gradients_of_a_loop(monkeypatch, mesh, node, k):
+    monkeypatch.setattr(module, "_goes_by_node", by_any_node)
     text, _, split = mesh.partition(" ")
     assert worst(text, k, True, bool(split), ENOUGH, node=node) < 1e-12
 
@@ -266,7 +272,8 @@ def by_nodes_and_flat(node, mesh):
     for own in (mesh, dataclasses.replace(mesh, nodes=None)):
         mine = trees.map(lambda x: x.requires_grad_(), rules.shard(params, layouts, mesh))
         x_BTD = x_TD.chunk(mesh.world)[mesh.rank].unsqueeze(0).clone().requires_grad_()
-        with mock.patch.object(module, "_exact_parts", lambda *_: None):
+        ways = {"_exact_parts": lambda *_: None, "_goes_by_node": by_any_node}
+        with mock.patch.multiple(module, **ways):
             out_BTD, load = mixture(Experts(E, K, M), own, mine, x_BTD, RoutingInputs(row_bound=ENOUGH))
         grads = torch.autograd.grad(
             (out_BTD[0] * g_TD.chunk(mesh.world)[mesh.rank]).sum(), [*trees.leaves(mine), x_BTD]
@@ -341,6 +348,47 @@ DEEPSEEK_V3 = Experts(256, 8, 2048, True, (0, 1, 2), "sigmoid", False, 8, 4, sca
 def test_a_token_goes_once_to_a_node(experts, embed, mesh, flat, by_node):
     sent = [bytes_between_nodes(experts, embed, mesh, node) / 2e6 for node in (None, 8)]  # there, and as much home
     assert sent == pytest.approx([flat, by_node], abs=0.5)
+
+
+def nodes_of_choices(experts, nodes, tokens=4096):
+    """1 for each token and node that it goes to, [tokens, nodes], where experts are chosen evenly; 8 ranks a node."""
+    generator = torch.Generator().manual_seed(0)
+    size = experts.count // experts.groups
+    open_TG = torch.rand(tokens, experts.groups, generator=generator).argsort(1) < experts.chosen_groups
+    scores_TE = torch.rand(tokens, experts.count, generator=generator)
+    scores_TE = scores_TE.masked_fill(~open_TG.repeat_interleave(size, 1), -1.0)
+    held = 8 * -(-experts.count // (8 * nodes))
+    ids_TK = scores_TE.topk(experts.per_token, 1).indices // held
+    return F.one_hot(ids_TK, nodes).amax(1)
+
+
+@pytest.mark.parametrize(
+    "experts,nodes",
+    [(QWEN3_235B, n) for n in (2, 3, 4, 5, 6, 7, 8)] + [(DEEPSEEK_V3, n) for n in (2, 3, 4, 5, 6, 7, 8, 12, 16)],
+)
+def test_the_first_bound_has_room_for_the_tokens_of_the_busiest_node(experts, nodes):
+    visits_TN = nodes_of_choices(experts, nodes).double()
+    bound = module._nodes_of_token(experts, nodes, experts.per_token)
+    assert visits_TN.mean(0).max() < min(1.0001, FIRST_BOUND / 4 * bound / nodes)
+
+
+@pytest.mark.parametrize(
+    ("experts", "nodes", "by_node"),
+    [
+        (QWEN3_235B, 2, True),
+        (QWEN3_235B, 8, True),
+        (QWEN3_235B, 16, False),
+        (DEEPSEEK_V3, 12, True),
+        (DEEPSEEK_V3, 16, True),
+        (Experts(8, 2, 8), 2, False),  # a row for each token instead of 1.25
+        (Experts(8, 3, 8), 2, True),
+        (Experts(60, 4, 8), 8, False),
+    ],
+)
+def test_tokens_go_by_node_where_that_sends_clearly_fewer_rows(experts, nodes, by_node):
+    across = mock.Mock(size=lambda axis: nodes)
+    assert module._goes_by_node(experts, mock.Mock(nodes=mock.Mock(across=across))) == by_node
+    assert not module._goes_by_node(experts, mock.Mock(nodes=None))
 
 
 @pytest.mark.parametrize("fault", [("router", ()), ("expert_up", ("expert",))])

@@ -70,7 +70,7 @@ def test_ranks_start_the_same_collectives_in_one_order(name, tmp_path):
 def test_ranks_of_experts_on_two_nodes_start_them_in_one_order(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "ranks_of_node", lambda: 2)
     monkeypatch.setattr(experts, "_exact_parts", lambda *_: None)  # as on a GPU
-    job = small_job(GRPO, SIZES | {"mlp": 8, "experts": Experts(4, 2, 8)}, mesh="ep4", fsdp=True, steps=2, **EXPERTS)
+    job = small_job(GRPO, SIZES | {"mlp": 8, "experts": Experts(4, 3, 8)}, mesh="ep4", fsdp=True, steps=2, **EXPERTS)
     program = functools.partial(rank_of, job, tmp_path / "checkpoints")
     assert launch(functools.partial(run_recorded, program, tmp_path), job.launched, "cpu") is None
     records = read_records(tmp_path)

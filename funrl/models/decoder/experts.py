@@ -66,6 +66,7 @@ from funrl.models.decoder.routing import (
     take_rows,
 )
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
+from funrl.models.expert_rows import FIRST_BOUND
 from funrl.models.low_rank import LowRank, grouped_factors, multiply
 from funrl.models.model import RouterLoad
 from funrl.models.split_residual import all_tokens, enter, leave, own_tokens
@@ -76,6 +77,7 @@ _STACKED = ("expert_gate", "expert_up")
 # Rows from each rank at any bound: of few slots a rank can get more than the bound by chance, which should not raise it
 # for longer passes. So few rows cost no memory.
 LEAST_ROWS = 256
+NODE_SHARE = 0.7  # of the rows between nodes, below which two more hops inside of nodes are worth it
 
 
 def stack_gate_up(params: trees.Tree) -> trees.Tree:
@@ -471,15 +473,24 @@ def _start_visits(experts: Experts, way: Dispatch, held: int, weights_TK: Tensor
 
 
 def _goes_by_node(experts: Experts, mesh: Mesh) -> bool:
-    """True if tokens go once to a node: if their experts are on clearly fewer nodes than they are experts."""
+    """True if tokens go once to a node: if that sends less than `NODE_SHARE` of a row for each token and expert.
+
+    Both count the rows that are sent at the first bound; to a node goes no more than a row for each token.
+    """
     if mesh.nodes is None:
         return False
-    return _nodes_of_token(experts, mesh.nodes.across.size("expert"), experts.per_token) <= 0.75 * experts.per_token
+    nodes = mesh.nodes.across.size("expert")
+    by_node = min(nodes, FIRST_BOUND / 4 * _nodes_of_token(experts, nodes, experts.per_token))
+    return by_node < NODE_SHARE * FIRST_BOUND / 4 * experts.per_token
 
 
 def _nodes_of_token(experts: Experts, nodes: int, chosen: int) -> float:
-    """Number of nodes of a token's experts, in the mean over even choices from the groups that it may go to."""
-    reached = min(nodes, experts.chosen_groups * max(1, nodes // experts.groups)) if experts.groups > 1 else nodes
+    """Number of nodes of a token's experts, about the mean over even choices from the groups that it may go to.
+
+    Where groups and nodes do not divide each other, a group may be on one node more than is counted here; the first
+    bound on rows still has room for the busiest node.
+    """
+    reached = min(nodes, experts.chosen_groups * -(-nodes // experts.groups)) if experts.groups > 1 else nodes
     return reached * (1 - (1 - 1 / reached) ** chosen)
 
 
