@@ -65,7 +65,6 @@ class SharedKeywords(TypedDict, total=False):
     rollout_dtype: TextValue
     state_snapshot_tokens: WholeValue
     queue: TextValue
-    foreign_rows: TextValue
     max_new_tokens: WholeValue | None
 
 class TrainKeywords(SharedKeywords, total=False):
@@ -151,6 +150,7 @@ class TrainKeywords(SharedKeywords, total=False):
     minibatches: WholeValue
     critic_updates: WholeValue
     max_skipped: WholeValue
+    foreign_rows: TextValue
     token_budget: WholeValue
     score_token_budget: WholeValue | None
     eval_every: WholeValue

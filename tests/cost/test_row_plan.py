@@ -124,7 +124,7 @@ def test_shares_of_useful_work_have_their_closed_forms():
 
 @pytest.mark.slow
 def test_a_move_takes_its_bytes_and_its_messages_and_memory_for_both_sides():
-    job = small("grpo", mesh="dp4", batch_prompts=64, epochs=2)
+    job = small("grpo", mesh="dp4", batch_prompts=64, epochs=2, verify_sync=False)
     estimate = dry_run.estimate(job, 8, CPU)
     moves = estimate.phases[MOVES[0]]
     ((_, result),) = [item for item in moves.traffic.items() if item[0][0] == MOVE]
@@ -137,6 +137,9 @@ def test_a_move_takes_its_bytes_and_its_messages_and_memory_for_both_sides():
     assert communication(estimate, moves, CPU) == pytest.approx(seconds)
     assert moves.peak["batch"] > 4 * 32 * row  # rows before and after, a copy of what is sent and one of what comes
     assert "move_rows" in traffic(estimate) and "rows" not in estimate.left_out
+    proven = dry_run.estimate(small("grpo", mesh="dp4", batch_prompts=64, epochs=2), 8, CPU).phases[MOVES[0]]
+    (with_digests,) = [x for (op, _), x in proven.traffic.items() if op == MOVE]  # of three numbers a row
+    assert with_digests.count == 6 and with_digests.nbytes == result.nbytes + result.nbytes / row * 24
 
 
 @pytest.mark.slow

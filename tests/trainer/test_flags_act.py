@@ -161,6 +161,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "save_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",
     "keep_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",
     "teacher_context": "trainer/test_teacher_context.py::test_the_teacher_scores_a_completion_after_its_own_prompt",
+    "follow": "trainer/test_follow.py::test_a_reference_follows_the_policy",
+    "foreign_rows": "trainer/test_foreign_row_runs.py::test_what_is_dropped_is_in_no_denominator",
     "on_gap": "trainer/test_gap.py::test_a_gap_where_there_should_be_none_stops_the_run_or_is_said",
     "numerics": "trainer/test_numerics.py::test_a_run_that_would_have_a_gap_is_refused",
     "on_reward_error": "trainer/test_failed_rewards.py::test_a_completion_whose_reward_failed_is_zero_or_not_there",
