@@ -76,7 +76,8 @@ EFFECTS = {  # what flags change besides "numbers", which are metrics, completio
     "event": (
         "long_prompts max_prompt_tokens max_text_tokens on_reward_error reward_timeout episode_turns "
         "episode_tokens env_timeout episode_retries tool_parser tool_tokens history env_check timeout "
-        "heartbeat stalled_after engine_timeout on_gap foreign_rows numerics max_refills empty_filter max_skipped"
+        "heartbeat stalled_after engine_timeout on_gap foreign_rows numerics max_refills empty_filter max_skipped "
+        "follow"  # after more steps than one
     ),
 }
 EXAMPLES = {  # values with an effect, of flags whose type and bounds give none
