@@ -120,14 +120,15 @@ def _vllm_options(job: Job, mesh: Mesh) -> VLLMOptions:
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     settings = job.settings
     rule = LedgerRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
+    lora = adapters_apart(job, job.models[job.main_role], mesh.device.type)
     return VLLMOptions(
         settings.engines.decode_rows,
         cache_bytes(settings),
         compiled,
         decode=decode,
-        lora=adapters_apart(job, job.models[job.main_role], mesh.device.type),
+        lora=lora,
         record_kept=settings.sampling.mask_replay,
-        adapters=rule.most_age + 1,  # completions of so many versions run at once
+        adapters=1 if lora is None else rule.most_age + 1,  # completions of so many versions run at once
     )
 
 
