@@ -88,7 +88,7 @@ def drawn():
         x = -x.abs() if name.endswith("logp") else x.abs()
         return torch.where(mask.view(B, T, *(1,) * (x.dim() - 2)), x, 0) if x.dim() > 1 else x
 
-    names = [name for name in as_dict(example()) if name not in ("positions", "segments", "teacher_topk")]
+    names = [name for name in as_dict(example()) if name not in ("positions", "segments", "teacher_topk", "digests")]
     return Batch(**{name: value(name, getattr(example(), name)) for name in names})
 
 

@@ -86,6 +86,10 @@ TESTED = {  # name: the test that would fail if it were wrong
     "choose_rows": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
     "units_of_copies": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
     "first_of_equal": "test_forks.py::test_a_fork_changes_no_loss",
+    "by_source": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
+    "rows_of_objective": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
+    "some_across": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
+    "sum_of_earlier_rows": "test_forks.py::test_a_fork_changes_no_recipe",
     "episode_fields": "test_episodes.py::test_the_number_of_a_unit_goes_with_a_correction_of_the_mask",
 }
 SERVE = {  # name: the rows that fail if it is wrong
@@ -171,7 +175,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     inner |= {"reverse_linear_scan"}
     inner |= {"units_of", "by_unit", "episode_fields", "episode_units", "episodes_of"}  # of chains on rows of episodes
     inner |= {"row_turns", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
-    inner |= {"units_of_copies", "choose_rows", "first_of_equal"}
+    inner |= {"units_of_copies", "choose_rows", "first_of_equal", "sum_of_earlier_rows"}
     assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():
         assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)
