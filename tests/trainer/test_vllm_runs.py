@@ -286,6 +286,7 @@ def check_placed(**settings):
     assert len(done) == 3 and [x["reward/mean"] for x in done] == [x["reward/mean"] for x in native]
     gaps = [metrics["rollout/logprob_gap_max"] for metrics in done]
     assert 0 < max(gaps) < 1e-4  # of a step it may be 0: by the native engine it is in all
+    assert {metrics["sync/verified"] for metrics in done} == {1.0}
 
 
 @functools.cache
