@@ -31,7 +31,7 @@ GPT_OSS_EXPERT = {
     "down_proj": "w2_weight",
     "down_proj_bias": "w2_bias",
 }
-TOKEN_MULTIPLE = 64  # of the tokens for which vLLM has rows
+VOCABULARY_MULTIPLE = 64  # of the tokens for which vLLM has rows
 UNIT_ROWS = 1024  # of the unit matrix that a packed matrix is multiplied by at a time
 _EXPERTS = ".experts."
 _SINKS = ".sinks"
@@ -97,7 +97,9 @@ class VocabularyLayout(Layout):
     def box(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The interval that a rank holds in each dim; see `Layout`."""
         tokens = self.shape[0]
-        filled = dataclasses.replace(self, shape=(-(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, *self.shape[1:]))
+        filled = dataclasses.replace(
+            self, shape=(-(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE, *self.shape[1:])
+        )
         rows, *others = Layout.box(filled, rank)
         return (min(rows[0], tokens), min(rows[1], tokens)), *others
 
