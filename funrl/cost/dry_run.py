@@ -421,7 +421,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     check_owned_values(settings, models.models, algorithm)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     generating = check_meshes(settings, models.models, sizes, memory)
-    check_mask_replay(settings, models.models, algorithm, generating=generating)
+    check_mask_replay(settings, models.models, algorithm)
     devices = JobDevices(sizes=sizes, generate_sizes=generating, device="cpu")
     if kind == "supervised":
         return text_job(settings, algorithm, models, devices, Texts("dry run", (), (), texts_kind(algorithm)))

@@ -53,7 +53,17 @@ def test_pictures_go_with_their_rows():
     seeing, blind = (pool_transfers(job, place, 11)[1] for job in jobs)
     row = 16 * 3 * 8 * 8 + 2 * 8 + 2 * 8  # patches, sizes, and the numbers of both
     assert seeing.sent - blind.sent == pytest.approx(16 * row)
-    assert (blind.messages, seeing.messages) == (1, 4)
+    assert (blind.messages, seeing.messages) == (3, 5)  # digests are of each row
+
+
+def test_masks_go_with_their_rows():
+    """Of each row the ids that could be sampled at 24 tokens, and of each of its 34 tokens their number."""
+    place = read_placement("train:dp1 generate:1", ONE)
+    flags = {"top_k": 5, "new_tokens_per_step": 8, "max_new_tokens": 24}
+    masked, plain_rows = (pool_transfers(plain("grpo", mask_replay=x, **flags), place, 10)[1] for x in (True, False))
+    row = 24 * 5 * 4 + 8 + 34 * 4
+    assert masked.sent - plain_rows.sent == pytest.approx(16 * row)
+    assert masked.messages == plain_rows.messages + 1
 
 
 def test_weights_to_one_rank_are_the_whole_model_once():

@@ -78,7 +78,7 @@ class RemoteDigests(NamedTuple):
         Raises:
           SyncError: a weight differs or is missing; raised on every rank.
         """
-        placed = dict(trees.named(self.weights.layouts))
+        placed = self.weights.held_layouts
         ours = dict(zip(placed, psum(self.own_N2, self.mesh, AXES).tolist(), strict=True))
         version, digests, faults = self.engine()
         before = f"after the sync of version {self.version} the generators do not hold the trainer's weights: "
@@ -108,7 +108,7 @@ def engine_digests(engine: Engine) -> EngineDigests:
     """Sums of the digests of the engine's weights, on each of its ranks. Collective over its mesh."""
     spec = engine.weights
     mesh = spec.mesh
-    placed = dict(trees.named(spec.layouts))
+    placed = spec.held_layouts
     own = {name: torch.zeros(3, dtype=torch.int64, device=mesh.device) for name in placed}
     faults = list[str]()
     parts: dict[str, Tensor] = {}

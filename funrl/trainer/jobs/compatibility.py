@@ -283,13 +283,8 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
             raise settings.refusal(f"{{{name}}}: {what}; {way_out}")
 
 
-def check_mask_replay(
-    settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, generating: Mapping[str, int]
-) -> None:
+def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
     """Check that the trainer can take the distributions that the engine truncates.
-
-    Args:
-      generating: sizes of the mesh to generate on.
 
     Raises:
       SettingsError: naming the flag.
@@ -297,7 +292,6 @@ def check_mask_replay(
     if not settings.sampling.mask_replay:
         return
     refused = {
-        "generate_mesh": (generating["expert"] > 1, "ranks of ep share rows, which are not recorded; use dp and tp"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "device": (settings.devices.device == "xla", "give --device=cpu"),
     }

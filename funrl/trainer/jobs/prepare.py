@@ -95,7 +95,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         hf.check_savable(models.models[main_role_of(models.models, algorithm)])
     devices = lay_out(settings, algorithm, models, sizes, device)
     check_driven(settings, models.models)
-    check_mask_replay(settings, models.models, algorithm, generating=devices.generate_sizes)
+    check_mask_replay(settings, models.models, algorithm)
     check_teacher_context(settings, models.models, algorithm, given)
     check_follow(settings, algorithm, models.models, models.directories)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})

@@ -712,11 +712,6 @@ class SamplingSettings:
     mask_replay: bool = flag(
         False,
         "with --top_k, --top_p or --min_p: train the truncated, tempered distribution that was sampled from",
-        unless={
-            "new_tokens_per_step": "such rows do not have the tokens that could be sampled",
-            "staleness": "such rows do not have the tokens that could be sampled",
-            "place": "its rows do not have the tokens that could be sampled",
-        },
     )
     repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", *PENALTY_BOUNDS)
     max_refills: int = flag(
