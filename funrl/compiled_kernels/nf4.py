@@ -26,10 +26,10 @@ from funrl.compiled_kernels.exact.registration import kernel_operator
 from funrl.compiled_kernels.gpu_kernels.trials import exception_text
 from funrl.compiled_kernels.linear import linear, product
 
-BLOCK = 64  # numbers that share a scale
-CODES = "_codes"  # behind the name of a matrix, that of its 4-bit numbers
-SCALES = "_scales"
-NF4_DTYPES = {CODES: torch.uint8, SCALES: torch.float32}
+NF4_BLOCK = 64  # numbers that share a scale
+NF4_CODES = "_codes"  # behind the name of a matrix, that of its 4-bit numbers
+NF4_SCALES = "_scales"
+NF4_DTYPES = {NF4_CODES: torch.uint8, NF4_SCALES: torch.float32}
 NF4_LIBRARY = "bitsandbytes"
 _EXPANDED = (torch.float32, torch.bfloat16, torch.float16)  # by the library
 _WIDEST_STEP = 0.16  # half the distance of neighbouring levels, in scales, is below it
@@ -77,14 +77,14 @@ class Nf4Weight(NamedTuple):
 
 def can_quantize_nf4(shape: tuple[int, ...], out_dims: int) -> bool:
     """True if blocks of 64 divide the rows of a weight of this shape."""
-    return len(shape) > out_dims > 0 and math.prod(shape[out_dims:]) % BLOCK == 0 and shape[-1] % 2 == 0
+    return len(shape) > out_dims > 0 and math.prod(shape[out_dims:]) % NF4_BLOCK == 0 and shape[-1] % 2 == 0
 
 
 def quantize_nf4(weight: Tensor, out_dims: int) -> Nf4Weight:
     """A weight [*out, *in] with so many out dims in 4 bits; float64 is rounded to float32 first."""
     _library()
     narrow = weight if weight.dtype in _EXPANDED else weight.float()
-    codes, scales = torch.ops.bitsandbytes.quantize_4bit(narrow.contiguous(), BLOCK, "nf4", torch.uint8)
+    codes, scales = torch.ops.bitsandbytes.quantize_4bit(narrow.contiguous(), NF4_BLOCK, "nf4", torch.uint8)
     out = weight.shape[:out_dims]
     return Nf4Weight(codes.view(*weight.shape[:-1], -1), scales.view(*out, -1), weight.dtype)
 
@@ -98,10 +98,10 @@ def quantize_nf4(weight: Tensor, out_dims: int) -> Nf4Weight:
 def nf4_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
     """Numbers of 4-bit weights in a dtype; float64 are those of float32."""
     _library()
-    rows = [2 * codes.numel() // (BLOCK * scales.shape[-1]), BLOCK * scales.shape[-1]]  # of whole blocks
+    rows = [2 * codes.numel() // (NF4_BLOCK * scales.shape[-1]), NF4_BLOCK * scales.shape[-1]]  # of whole blocks
     kind = dtype if dtype in _EXPANDED else torch.float32
     expand = torch.ops.bitsandbytes.dequantize_4bit
-    values_NK = expand(codes.contiguous(), scales.flatten(), BLOCK, "nf4", rows, kind).to(dtype)
+    values_NK = expand(codes.contiguous(), scales.flatten(), NF4_BLOCK, "nf4", rows, kind).to(dtype)
     return values_NK.view(*codes.shape[:-1], -1)
 
 
@@ -120,14 +120,14 @@ def weight_of(weights: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> T
     Args:
       dtype: to compute in with 4-bit numbers.
     """
-    if name + CODES in weights:
-        return Nf4Weight(weights[name + CODES], weights[name + SCALES], dtype)
+    if name + NF4_CODES in weights:
+        return Nf4Weight(weights[name + NF4_CODES], weights[name + NF4_SCALES], dtype)
     return weights[name]
 
 
 def with_records(part: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor | Nf4Weight]:
     """Weights of a part of a layer, each by its own name; `dtype` as in `weight_of`."""
-    names = [name.removesuffix(CODES) for name in part if name.removesuffix(SCALES) + CODES not in part]
+    names = [name.removesuffix(NF4_CODES) for name in part if name.removesuffix(NF4_SCALES) + NF4_CODES not in part]
     return {name: weight_of(part, name, dtype) for name in names}
 
 
@@ -143,9 +143,9 @@ def nf4_problem(device: str) -> str | None:
 
 def _nf4_error(device: str) -> float:
     """Largest error of small rounded matrices, in scales of their blocks."""
-    weight_NK = torch.randn(8, 2 * BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
+    weight_NK = torch.randn(8, 2 * NF4_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
     rounded = quantize_nf4(weight_NK, 1)
-    errors_NSB = (rounded.plain - weight_NK).abs().unflatten(-1, (-1, BLOCK))
+    errors_NSB = (rounded.plain - weight_NK).abs().unflatten(-1, (-1, NF4_BLOCK))
     return (errors_NSB / rounded.scales.unsqueeze(-1)).max().item()
 
 

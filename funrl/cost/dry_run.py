@@ -594,7 +594,7 @@ def estimate(
         tokens=width,
         phases=phases,
         axes=axes,
-        parameters=trees.count(job.models[job.main_role].shapes),
+        parameters=job.models[job.main_role].parameters,
         trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in phases},
         left_out=left_out(job, judge, hardware),

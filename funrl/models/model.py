@@ -414,6 +414,11 @@ class Model:
     whole: Model | None = None
 
     @property
+    def parameters(self) -> int:
+        """How many numbers its weights are, in whatever form they are stored."""
+        return trees.count((self.whole or self).shapes)
+
+    @property
     def generates(self) -> bool:
         """True if it gives probabilities to tokens, which a value head does not."""
         return self.unembed is not None

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.nf4 import (
-    BLOCK,
-    CODES,
-    SCALES,
+    NF4_BLOCK,
+    NF4_CODES,
+    NF4_SCALES,
     can_quantize_nf4,
     quantize_nf4,
     weight_of,
@@ -56,7 +56,7 @@ def nf4_model_problem(model: Model) -> str | None:
     if model.abilities.choices:
         return "matrices of experts, most of the model, are not stored in 4 bits"
     if not any(is_stored_in_4_bits(name, tuple(x.shape)) for name, x in trees.named(model.shapes)):
-        return f"no layer has a projection of {', '.join(PROJECTIONS)} whose rows are blocks of {BLOCK} numbers"
+        return f"no layer has a projection of {', '.join(PROJECTIONS)} whose rows are blocks of {NF4_BLOCK} numbers"
     return None
 
 
@@ -74,8 +74,8 @@ def quantized(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
             yield name, x
             continue
         weight = quantize_nf4(x.detach(), out_dims(name.rsplit("/", 1)[-1], x.ndim))
-        yield name + CODES, weight.codes
-        yield name + SCALES, weight.scales
+        yield name + NF4_CODES, weight.codes
+        yield name + NF4_SCALES, weight.scales
 
 
 def whole_weights_of(params: Mapping[str, Tensor], dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -112,7 +112,7 @@ def _replaced(tree: trees.Tree, split: Callable, shapes: trees.Tree = None, name
         for key, inside in whole.items():
             path = f"{name}/{key}" if name else key
             if isinstance(inside, Tensor) and is_stored_in_4_bits(path, tuple(inside.shape)):
-                parts[key + CODES], parts[key + SCALES] = split(key, tree[key])
+                parts[key + NF4_CODES], parts[key + NF4_SCALES] = split(key, tree[key])
             else:
                 parts[key] = _replaced(tree[key], split, inside, path)
         return parts
@@ -125,7 +125,7 @@ def _replaced(tree: trees.Tree, split: Callable, shapes: trees.Tree = None, name
 def _part_shapes(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     out = x.shape[: out_dims(name, x.ndim)]
     codes = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8, device="meta")
-    return codes, torch.empty(*out, x[(0,) * len(out)].numel() // BLOCK, device="meta")
+    return codes, torch.empty(*out, x[(0,) * len(out)].numel() // NF4_BLOCK, device="meta")
 
 
 def _part_axes(name: str, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -92,10 +92,10 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
     weights = initial_weights(job, parts.begin, observer.note, kept if resumed else None)
     if kept is not None and not resumed:
         keep_base(kept, job, parts, weights)
-    return stored_weights(job, trees.named(weights))
+    return in_stored_form(job, trees.named(weights))
 
 
-def stored_weights(job: Job, named_weights: Iterable[tuple[str, Tensor]]) -> trees.Tree:
+def in_stored_form(job: Job, named_weights: Iterable[tuple[str, Tensor]]) -> trees.Tree:
     """Weights that a run begins with, given one after the other, in the form in which they are stored between steps."""
     return trees.from_named(
         job.initial_model.shapes, quantized(named_weights) if job.settings.adapters.nf4 else named_weights
@@ -144,7 +144,7 @@ def initial_weights(
         if dropout := describe_adapter(job.settings.adapters.adapter).dropout:
             note(f"the adapters were made with a lora_dropout of {dropout:g}; here they have none")
     wanted = dict(trees.named(placed.stored))
-    return stored_weights(job, hf.read_weights(directory, job.model, job.initial_dtype, wanted=wanted, mesh=mesh))
+    return in_stored_form(job, hf.read_weights(directory, job.model, job.initial_dtype, wanted=wanted, mesh=mesh))
 
 
 def random_weights(job: Job) -> trees.Tree:
