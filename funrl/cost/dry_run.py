@@ -67,7 +67,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.lora import added_adapters, trained_part
 from funrl.models.vision.model import model_of_config
 from funrl.models.weight_dtypes import weight_dtypes
-from funrl.role_kinds import SCORING_ROLES
+from funrl.role_kinds import BASE, SCORING_ROLES
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
@@ -259,8 +259,10 @@ def _base_leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple
     """Bytes in the engine of each weight of a base that adapters are added to, and whether it is shared."""
     if generator.base is None:
         return
-    for leaf in _pairs(parts.begin.stored, generator.whole.weights.layouts, job.dtype):
-        yield leaf.nbytes, leaf.stored.box(0) == leaf.wanted.box(0) and leaf.dtype == job.dtype
+    placed = generator.base.placed
+    as_stored = placed.model is parts.roles[BASE].placed.model
+    for leaf in _pairs(placed.stored, generator.whole.weights.layouts, job.dtype):
+        yield leaf.nbytes, as_stored and leaf.stored.box(0) == leaf.wanted.box(0)
 
 
 def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
@@ -592,7 +594,7 @@ def estimate(
         tokens=width,
         phases=phases,
         axes=axes,
-        parameters=trees.count(job.models[job.main_role].shapes),
+        parameters=job.models[job.main_role].parameters,
         trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in phases},
         left_out=left_out(job, judge, hardware),

@@ -490,7 +490,7 @@ class Space(NamedTuple):
     @property
     def parameters(self) -> int:
         """Parameters of the main role's model."""
-        return trees.count(self.base.models[self.base.main_role].shapes)
+        return self.base.models[self.base.main_role].parameters
 
     def _toggled_groups(self, split: MeshSplit, best: Trial) -> MeshSplit | None:
         """Shards inside of each node, if each node has room for all states, or over all devices."""

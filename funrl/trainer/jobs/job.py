@@ -17,6 +17,7 @@ from funrl.mesh.launch import device_type
 from funrl.mesh.pools.placement import Placement
 from funrl.models import Model
 from funrl.models.model import Lora
+from funrl.models.nf4_base import with_nf4
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
 from funrl.role_kinds import BASE, RoleKind
@@ -213,6 +214,11 @@ class BaseJob(JobModels, JobDevices):
     def initial_role(self) -> str:
         """The role that takes over the weights that a run begins with: the base of adapters, if there are any."""
         return self.base_of(self.main_role) or self.main_role
+
+    @property
+    def initial_model(self) -> Model:
+        """The model of the initial role without adapters: `model`, or that with weights in 4 bits."""
+        return with_nf4(self.model) if self.settings.adapters.nf4 else self.model
 
     @property
     def initial_dtype(self) -> torch.dtype:

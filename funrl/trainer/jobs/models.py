@@ -17,6 +17,7 @@ from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import decoder_of, full_rank, with_lora
 from funrl.models.model import Lora
+from funrl.models.nf4_base import nf4_model_problem, with_nf4
 from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
@@ -92,6 +93,8 @@ def models_of(
             models[name] = with_head_of(kind, model) if kind.value_head and model.value is None else model
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)
+            if settings.adapters.nf4:
+                models[name] = with_nf4(models[name])
     role = None if algorithm.divergence is None else algorithm.divergence.role
     if role is not None and role in directories:
         rows = models[role].config.vocab
@@ -203,6 +206,8 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
         targets = targets_of(settings.adapters.lora_targets, model)
     if rank > (full := full_rank(model, targets)):
         raise settings.refusal(f"{{lora_rank}}: no matrix with adapters has a rank above {full}; give {full} or less")
+    if settings.adapters.nf4 and (problem := nf4_model_problem(model)) is not None:
+        raise settings.refusal("{base_format}: {problem}; leave it out", problem=problem)
     return Lora(rank, settings.adapters.lora_alpha or float(rank), targets)
 
 

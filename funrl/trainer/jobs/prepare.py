@@ -10,6 +10,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
+from funrl.compiled_kernels.nf4 import nf4_problem
 from funrl.data.conversations import ChatTemplate
 from funrl.data.pictures import picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
@@ -83,6 +84,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = located(settings)
     sizes, device = devices_of(settings)
     check_backend(settings, device)
+    if settings.adapters.nf4 and (problem := nf4_problem(device)) is not None:
+        raise settings.refusal("{base_format}: {problem}; leave it out", problem=problem)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
     tokenizer = with_picture_form(tokenizer, form_of_pictures(settings, model.config))

@@ -369,6 +369,24 @@ def check_adapter_flags(s: Settings) -> None:
     """Check what cannot be with adapters. Raises: SettingsError."""
     if s.adapters.lora_rank is not None and s.optimization.optimizer == "muon":
         raise s.refusal("{optimizer} with {lora_rank}: Muon takes matrices, no low-rank factors; use --optimizer=adamw")
+    if s.adapters.nf4:
+        check_nf4_flags(s)
+
+
+def check_nf4_flags(s: Settings) -> None:
+    """Refuse a base in 4 bits where nothing computes with it. Raises: SettingsError."""
+    if devices(mesh_sizes(s)) > 1:
+        raise s.refusal(
+            "{base_format} with {mesh}: bytes and scales of 4 bits are not split or gathered; leave {mesh} out"
+        )
+    if s.devices.place is not None:
+        raise s.refusal("{base_format} with {place}: a base in 4 bits is on one device; leave {place} out")
+    if s.models.backend != "torch" or s.devices.device == "xla":
+        raise s.refusal("{base_format}: weights in 4 bits are expanded by operators of torch for CPUs and GPUs alone")
+    if s.engines.float8:
+        raise s.refusal("{rollout_dtype} with {base_format}: products are of weights in 8 or in 4 bits; leave one out")
+    if not s.estimate.dry_run and not is_installed("bitsandbytes"):
+        raise s.refusal("{base_format}: bitsandbytes is not installed; pip install 'funrl[nf4]'")
 
 
 def is_installed(module: str) -> bool:
@@ -406,6 +424,8 @@ def check_agents(s: Settings) -> None:
     if further and not s.engines.abilities.several_models:
         engines = engines_that("several_models")
         raise s.refusal(f"{{agents}} with {{engine}}: further models are served by --engine={engines}; give that one")
+    if s.adapters.nf4 and further:
+        raise s.refusal("{agents} with {base_format}: further models have whole weights; leave {base_format} out")
     if s.sampling.new_tokens_per_step is not None and further:
         raise s.refusal("{agents} with --new_tokens_per_step: episodes across steps have one model; leave one out")
 

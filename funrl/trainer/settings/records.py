@@ -799,6 +799,17 @@ class AdapterSettings:
         "vision.qkv",
     )
     adapter: str | None = flag(None, "directory of adapters on --model that the run begins with", requires="model")
+    base_format: str = flag(
+        "auto",
+        "form in which the frozen weights are stored: nf4, the layers' projections in 4 bits, on one device; auto: "
+        "--dtype",
+        one_of("auto", "nf4"),
+    )
+
+    @property
+    def nf4(self) -> bool:
+        """True if the frozen base is in 4 bits."""
+        return self.base_format == "nf4"
 
 
 @dataclass(frozen=True)
