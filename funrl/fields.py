@@ -420,6 +420,10 @@ NOT_IN_PASSES = ("digests", TEACHER_PROMPT)  # ragged fields that neither models
 CONTEXT_FIELDS = Schema(  # of rows with --teacher_context
     {TEACHER_PROMPT: Field("ragged", "source", "token ids of the teacher's prompt; none: the row's own", dtype="int")}
 )
+DATA_SOURCE = "data_source"
+SOURCE_FIELDS = Schema(  # of rows that roles score by the source of their prompts
+    {DATA_SOURCE: Field("row", "source", "number of the prompt's source; -1: of no role", dtype="int")}
+)
 KEPT_FIELDS = Schema(  # of rows with --mask_replay
     kept=Field("ragged", "source", "ids that truncated sampling could take, one token after another", dtype="int"),
     kept_counts=Field("token", "source", "number of these ids at a token; 0: nothing was truncated", dtype="int"),

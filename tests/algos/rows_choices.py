@@ -144,7 +144,7 @@ ROWS = [
     pieces.Row(
         "teacher_advantage shared",
         "advantage",
-        lambda: algos.teacher_advantage("k1", 0.3),
+        lambda: algos.teacher_advantage("k1", 0.3, 0.7),
         follow_teacher("k1", 0.3, 0.7),
         tokens=True,
     ),

@@ -11,7 +11,7 @@ from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 
 
-def teacher_advantage(kind: str = "k1", reward_share: float | None = None) -> Advantage:
+def teacher_advantage(kind: str = "k1", reward_coef: float = 1.0, teacher_coef: float = 1.0) -> Advantage:
     """Replace the reward by -KL(pi_old || pi_teacher) per token.
 
     If `signal.x` is already [B, T], it is added. Outcomes [B] are dropped, including all changes by earlier pieces: to
@@ -19,21 +19,15 @@ def teacher_advantage(kind: str = "k1", reward_share: float | None = None) -> Ad
 
     Args:
       kind: the estimator of the KL, as in `funrl.algos.kl`.
-      reward_share: factor of a signal that is added, from 0 to 1; the teacher's has the rest. None: both have 1.
+      reward_coef, teacher_coef: factors of a signal that is added, and of the teacher's.
     Needs: old_logp, teacher_logp [B, T].
-
-    Raises:
-      ValueError: the share is not from 0 to 1.
     References: Lu and Thinking Machines, 2025, https://thinkingmachines.ai/blog/on-policy-distillation
     """
-    if reward_share is not None and not 0 <= reward_share <= 1:
-        raise ValueError(f"teacher_advantage(reward_share={reward_share}): give a share from 0 to 1, or None")
     estimate = kl_estimate(kind)
-    of_reward, of_teacher = (1.0, 1.0) if reward_share is None else (reward_share, 1 - reward_share)
 
     def reward(x: Tensor, batch: Batch) -> Tensor:
-        kl_BT = of_teacher * where_masked(estimate(batch.old_logp, batch.teacher_logp), batch.mask)
-        return -kl_BT if x.dim() == 1 else of_reward * where_masked(x, batch.mask) - kl_BT
+        kl_BT = teacher_coef * where_masked(estimate(batch.old_logp, batch.teacher_logp), batch.mask)
+        return -kl_BT if x.dim() == 1 else reward_coef * where_masked(x, batch.mask) - kl_BT
 
     return stateless(reward)
 

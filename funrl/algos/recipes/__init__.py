@@ -36,6 +36,7 @@ _FIRST = (  # in lists; other files follow by name
     "gkd",
     "sdpo",
     "iw_opd",
+    "mopd",
     "sft",
     "dpo",
     "online_dpo",

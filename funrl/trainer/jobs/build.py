@@ -200,10 +200,9 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     """A role without its weights."""
     settings = job.settings
     placed = places[name]
-    like = job.main_role if name in job.agents.policies else name
-    kind = job.kind_of_role(like)
+    kind = job.kind_of_role(job.kind_of_role(name).like or name)
     samples = isinstance(job, RLJob)
-    writes = writes_of(like, job.algorithm)
+    writes = writes_of(name, job.algorithm)
     if kind.generates and not needs_old_scores(job):
         writes = {}
     role = Role(
@@ -214,6 +213,7 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         base=job.base_of(name),
         follow=settings.optimization.follow_rules.get(name),
         context=TEACHER_PROMPT if has_context(kind, settings) else "",
+        sources=tuple(map(job.role_sources.index, job.kind_of_role(name).sources)),
     )
     loss = job.algorithm.losses.get(name)
     if loss is None:

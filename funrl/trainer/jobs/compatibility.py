@@ -18,7 +18,7 @@ from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
-from funrl.trainer.jobs.job import Task, Texts
+from funrl.trainer.jobs.job import JobModels, Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools, has_context
 from funrl.trainer.jobs.sharding import (
     check_experts,
@@ -32,7 +32,7 @@ from funrl.trainer.settings.settings import Settings, check_needs, flag_value, g
 from funrl.trainer.sources.evaluation import source_names
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.teacher_prompts import SIBLING
-from funrl.trainer.steps.roles import fields_read, role_names
+from funrl.trainer.steps.roles import fields_read, role_names, writes_of
 
 
 def check_algorithm(
@@ -139,7 +139,9 @@ def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
 
 def _parts_of(algorithm: Algorithm, settings: Settings) -> dict[str, bool]:
     """Roles, fields and further parts that flags may need, of `PARTS_NEEDED`, each with whether an algorithm has it."""
-    present = {*role_names(algorithm), *fields_read(algorithm), *reads(algorithm).optional}
+    names = role_names(algorithm)
+    present = {*names, *fields_read(algorithm), *reads(algorithm).optional}
+    present |= {algorithm.role_kinds[name].like for name in names if name in algorithm.role_kinds}
     parts_of_run = {name: name in present for name in (*ROLES, "teacher_topk")}
     sharded = learns_sharded(settings, algorithm.losses)
     return parts_of_run | {"filter": filters_rows(algorithm, settings), "trained_shards": sharded}
@@ -391,6 +393,30 @@ def check_objectives(algorithm: Algorithm, prompts: Sequence[Example]) -> None:
             f"--algorithm: there is {problem}; the sources of the prompts, by `data_source` or the name of their file, "
             f"are {', '.join(sources)}, and there are algorithms for {', '.join(algorithm.objectives)}"
         )
+
+
+def check_sources(algorithm: Algorithm, models: JobModels, prompts: Sequence[Example]) -> None:
+    """Check that roles for sources of prompts cover the sources whose algorithm reads what they write.
+
+    Raises:
+      SettingsError: there are no prompts of a source, or no role for one.
+    """
+    kinds = {name: kind for name in models.models if (kind := algorithm.role_kinds[name]).sources}
+    sources = sorted(set(map(source_names(prompts), prompts)))
+    parts = dict(zip(algorithm.objectives, algorithm.parts, strict=True))
+    for name, kind in kinds.items():
+        like = kind.like or name
+        own = {source for other, kind in kinds.items() if (kind.like or other) == like for source in kind.sources}
+        idle = [source for source in kind.sources if source not in sources]
+        readers = {source: parts.get(source, algorithm) for source in sources if source not in own}
+        without = [x for x, reader in readers.items() if like in reader.role_kinds and writes_of(like, reader)]
+        if idle or without:
+            problem = f"no prompts of the source {idle[0]!r}" if idle else f"no {like} for the source {without[0]!r}"
+            origin = f"--{kind.flag}" if kind.flag else f"the role {name!r}"
+            raise SettingsError(
+                f"{origin}: there is {problem}; the sources of the prompts, by `data_source` or the name of their "
+                f"file, are {', '.join(sources)}"
+            )
 
 
 def check_context(settings: Settings, prompts: Sequence[Example], new_tokens: int, positions: int) -> None:

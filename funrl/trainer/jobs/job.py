@@ -223,6 +223,11 @@ class BaseJob(JobModels, JobDevices):
         """The frozen role whose weights a role has, beside adapters if it learns; None: all are its own."""
         return BASE if self.lora is not None and name not in self.directories else None
 
+    @property
+    def role_sources(self) -> tuple[str, ...]:
+        """Sources of prompts that roles name, by their numbers in the field `data_source`."""
+        return tuple(dict.fromkeys(source for name in self.models for source in self.kind_of_role(name).sources))
+
     def kind_of_role(self, name: str) -> RoleKind:
         """The kind of a role."""
         return self.algorithm.role_kinds[name]

@@ -27,7 +27,7 @@ from funrl.trainer.settings.scorers import (
     Given,
     check_environment_flags,
     has_environment,
-    model_path,
+    model_paths,
     own_environment,
     scorers_of,
     weights_by_name,
@@ -148,9 +148,9 @@ def check_files(settings: Settings) -> None:
         for path, _ in data_files(settings, name):
             if problem := source_problem(path):
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
-    for name in MODEL_FLAGS:
-        path = model_path(settings, name)
-        if path is None or settings.estimate.dry_run or Path(path).is_dir():
+    paths = [(name, path) for name in MODEL_FLAGS for path in model_paths(settings, name).values()]
+    for name, path in paths:
+        if settings.estimate.dry_run or Path(path).is_dir():
             continue
         named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
         if not named or ("/" not in path and not has_cached_model(path)):

@@ -68,7 +68,10 @@ class ModelSettings:
         needs=("unnamed_tokens",),
     )
     teacher: str | None = flag(
-        None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs=("teacher",)
+        None,
+        "Hugging Face directory of the teacher to distil from, with the policy's tokenizer; DIR@math,DIR@chat: one for "
+        "each source of prompts",
+        needs=("teacher",),
     )
     teacher_top_k: int = flag(
         64,

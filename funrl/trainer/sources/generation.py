@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
 from funrl.batch import TOKEN_INT, Batch, declare
 from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
-from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT
+from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT, Field
 from funrl.kinds import Ragged
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -304,6 +303,19 @@ def completion_texts(
     return [text_after(opening[token], token, ids, decode=decode) for token, ids in zip(before, written, strict=True)]
 
 
+class SourceNumber(NamedTuple):
+    """A field with a number for the source of each row's prompt.
+
+    Attributes:
+      name, field: its name and declaration.
+      number_of: the number of a prompt's source.
+    """
+
+    name: str
+    field: Field
+    number_of: Callable[[Example], int]
+
+
 class RowForm(NamedTuple):
     """Form of rows that are made of completions or episodes.
 
@@ -321,7 +333,7 @@ class RowForm(NamedTuple):
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
       pictures: form in which the model takes pictures; None: it sees none.
       context: makes the prompts of a teacher that sees more than the policy; None: it sees the same.
-      objective_of: number of the objective of a prompt's source; None: there is one objective.
+      numbers: fields with a number for the source of a row's prompt.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -336,7 +348,7 @@ class RowForm(NamedTuple):
     owned: Mapping[str, Tensor] | None = None
     pictures: PictureForm | None = None
     context: TeacherPrompts | None = None
-    objective_of: Callable[[Example], int] | None = None
+    numbers: tuple[SourceNumber, ...] = ()
 
 
 PLAIN_FORM = RowForm()
@@ -398,7 +410,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
         truncated=~done.finished,
         failed=done.failed,
     )
-    batch = with_objectives(batch, examples, form)
+    batch = with_source_numbers(batch, examples, form)
     like = next((x.owned.values for x in examples if x.owned is not None), None)
     rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
     if form.context is not None:
@@ -428,18 +440,18 @@ def teacher_lines(context: TeacherPrompts, examples: Sequence[Example], done: Ro
     return collectives.from_first(lines, done.mesh, "tensor")
 
 
-def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
-    """The batch with the number of each row's objective, where there are several.
+def with_source_numbers(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
+    """The batch with the numbers that the form has of the source of each row's prompt.
 
     Args:
       batch: its groups are numbered as the prompts.
       examples: the prompts of all rows.
       form: of the rows.
     """
-    if form.objective_of is None:
-        return batch
-    objective_P = torch.tensor([form.objective_of(x) for x in examples], device=batch.group.device)
-    return declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=objective_P[batch.group])
+    for name, field, number_of in form.numbers:
+        number_P = torch.tensor([number_of(x) for x in examples], device=batch.group.device)
+        batch = declare(batch, {name: field})._replace(**{name: number_P[batch.group]})
+    return batch
 
 
 def _numbers(done: Completion) -> SampledNumbers:
