@@ -219,6 +219,7 @@ NOT_ZERO = {  # and why a group of equal rewards has advantages
     "gvpo to the reference": "log-ratios are compared too",
     "topr": "a constant is taken off, not the group's mean",
     "raft_plus_plus": "the best are imitated, even where all are",
+    "ssd": "every completion is imitated",
 }
 
 

@@ -37,6 +37,7 @@ _FIRST = (  # in lists; other files follow by name
     "sdpo",
     "iw_opd",
     "mopd",
+    "ssd",
     "sft",
     "dpo",
     "online_dpo",

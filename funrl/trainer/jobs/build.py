@@ -208,7 +208,7 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     role = Role(
         placed,
         writes,
-        temperature=settings.sampling.temperature if samples else 1.0,
+        temperature=settings.sampling.temperature if samples and not settings.sampling.raw_logp else 1.0,
         topk=min(settings.models.teacher_top_k, placed.model.config.vocab),
         base=job.base_of(name),
         follow=settings.optimization.follow_rules.get(name),

@@ -243,6 +243,7 @@ def generation_of(
             pad=job.pad,
             versions=settings.asynchrony.staleness > 0,
             digests=settings.engines.verify_sync,
+            raw=settings.sampling.raw_logp,
             kept=settings.sampling.mask_replay,
             context=teacher_prompts_of(job),
             numbers=source_numbers(job),
@@ -306,7 +307,8 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     owned = None if job.model.owned is None else job.model.owned.none
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
     form = form._replace(pictures=picture_form_of(job.tokenizer), numbers=source_numbers(job))
-    form = form._replace(kept=job.settings.sampling.mask_replay, digests=job.settings.engines.verify_sync)
+    form = form._replace(kept=job.settings.sampling.mask_replay, raw=job.settings.sampling.raw_logp)
+    form = form._replace(digests=job.settings.engines.verify_sync)
     log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(environment, chat, limits, form, models=models, log=log, source_of=source_of(job.task.prompts))
 

@@ -258,14 +258,17 @@ def check_engine_flags(s: Settings) -> None:
     if s.sampling.mask_replay:
         _check_mask_replay(s, truncating)
         return
+    if s.sampling.raw_logp:
+        if s.sampling.temperature == 1:
+            raise s.refusal("{raw_logp} does nothing at temperature 1, where it holds already; leave it out")
+        return
     given = [*truncating, *(["repetition_penalty"] if is_given(s, "repetition_penalty") else [])]
     if given and s.sampling.temperature != 1:
         replay = truncating == given and abilities.kept_tokens
         raise s.refusal(
             "{temperature} with {flags}: the trainer needs the engine's log-probabilities before {names}, which it "
-            "reports at temperature 1; use either a temperature, or {names} at temperature 1"
-            + ", or --mask_replay, which trains the truncated distribution"
-            * replay,
+            "reports at temperature 1; use either a temperature, or {names} at temperature 1, or --raw_logp, which "
+            "trains the model's own distribution" + ", or --mask_replay, which trains the truncated one" * replay,
             flags=" ".join(given_flag(s, name) for name in given),
             names=" and ".join(given),
         )

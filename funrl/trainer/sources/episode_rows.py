@@ -120,7 +120,7 @@ def rollout_of_episodes(
     episodes, costs = run
     mesh = engine.mesh
     count = len(examples) * sampling.samples
-    form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped and not setup.form.kept)
+    form = setup.form._replace(dtype=engine.dtype, raw=setup.form.raw or (sampling.reshaped and not setup.form.kept))
     rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
     rows = rows._replace(batch=with_source_numbers(rows.batch, examples, form))
     transcripts = [transcript_of(number, episode, form) for number, episode in episodes]

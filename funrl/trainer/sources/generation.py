@@ -399,10 +399,11 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     ]
     scored = done.scores.shape[1] > 0
     # The trainer's distribution is the tempered model, which is also what was sampled from, unless tokens are truncated
-    # or penalised. Then take the model's own: the settings' check ensures that the temperature is 1. With the tokens
+    # or penalised, or its own is asked for. Then take the model's own: the trainer's temperature is 1. With the tokens
     # that could be sampled the trainer's distribution is truncated too.
+    raw = form.raw or (sampling.reshaped and not form.kept)
     batch = Batch(
-        **token_fields(spans, form._replace(dtype=done.dtype, raw=sampling.reshaped and not form.kept), device),
+        **token_fields(spans, form._replace(dtype=done.dtype, raw=raw), device),
         length=length_R,
         group=torch.arange(len(length_R), device=device) // samples,
         score=done.score.to(done.dtype) if scored else None,
