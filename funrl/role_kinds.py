@@ -64,6 +64,8 @@ class RoleKind:
       like: name of the role whose fields it writes; "": it writes its own. All roles that are like another have sources
         of their own, or train on rows of their own agents.
       sources: sources of prompts whose rows it scores; (): all.
+      own_tokens: whether its model may have another tokenizer than the policy's: it scores the text, and what it writes
+        is of spans (`teacher_span`).
       context_flag: name of the flag that gives it prompts of its own; with it the role may also start from the
         model that the run starts from. "": it has the policy's prompts.
       metric: name of its loss among the metrics; what is before "/" begins its other metrics too. "": ROLE/loss.
@@ -85,6 +87,7 @@ class RoleKind:
     flag: str = ""
     like: str = ""
     sources: tuple[str, ...] = ()
+    own_tokens: bool = False
     context_flag: str = ""
     metric: str = ""
     mask: str = "mask"
@@ -212,6 +215,7 @@ ROLES = RoleTable(
         "a teacher",
         writes={"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
         flag="teacher",
+        own_tokens=True,
         context_flag="teacher_context",
         messages=RoleMessages(
             "an algorithm that reads a teacher, as distillation and gkd do",

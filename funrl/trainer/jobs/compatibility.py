@@ -10,7 +10,7 @@ from funrl.algos.core import Algorithm, Divergence
 from funrl.algos.reading import reads
 from funrl.asynchrony.behaviour import check_behaviour, check_correction
 from funrl.data.prompts import Example
-from funrl.data.tokenizer import load_tokenizer
+from funrl.data.tokenizer import encode_text, load_tokenizer
 from funrl.fields import FIELDS
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
@@ -32,6 +32,7 @@ from funrl.trainer.settings.settings import Settings, check_needs, flag_value, g
 from funrl.trainer.sources.evaluation import source_names
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.teacher_prompts import SIBLING
+from funrl.trainer.sources.teacher_tokens import PLAIN
 from funrl.trainer.steps.roles import fields_read, role_names, writes_of
 
 
@@ -182,6 +183,7 @@ def sampled_fields(settings: Settings, given: Given = NOTHING_GIVEN) -> set[str]
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "prompt_value", "failed"}  # the last goes after the filter, the others come after it
+    absent.add("teacher_span")  # only a teacher with another tokenizer needs it
     if settings.sampling.new_tokens_per_step is None and not settings.asynchrony.staleness:
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
@@ -344,6 +346,58 @@ def check_teacher_context(settings: Settings, models: Mapping[str, Model], algor
             f"{{teacher_context}} with {{{scorer}}}: its scores come after the teacher's prompts, which would be made "
             "without them; name a field of the records, or leave one out"
         )
+
+
+def check_teacher_tokens(settings: Settings, models: JobModels, algorithm: Algorithm, given: Given) -> None:
+    """Check that the algorithm and the run can have a teacher with another tokenizer, where there is one.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    for name, tokenizer in models.tokenizers.items():
+        rows = models.models[name].config.vocab
+        largest = max(tokenizer.get_vocab().values())
+        chain = algorithm.advantage
+        spans = chain is not None and "teacher_span" in reads(chain).optional
+        refused = {
+            "reads the teacher's tokens one by one; use one with teacher_advantage(), such as distillation with "
+            "--kind=k1 or mopd": not spans or bool(set(ROLES["teacher"].writes) & losses_read(algorithm)),
+            "is run in an environment, which writes tokens of the policy": has_environment(settings, given),
+            "has --teacher_context, whose prompts are in the policy's tokens": bool(settings.models.teacher_context),
+            "learns from pictures, which are not in texts": any(x.owned is not None for x in models.models.values()),
+            f"has a teacher with token ids up to {largest} and a vocabulary of {rows} rows": largest >= rows,
+            "has a teacher whose tokenizer has no end-of-text token": tokenizer.eos_token_id is None,
+        }
+        for problem, present in refused.items():
+            if present:
+                raise SettingsError(
+                    f"--teacher={models.directories[name]}: its tokenizer is not the policy's, and the run {problem}"
+                )
+
+
+def losses_read(algorithm: Algorithm) -> frozenset[str]:
+    """Fields that the losses and the filter of an algorithm read."""
+    read = reads(*algorithm.losses.values(), algorithm.filter, fields=algorithm.fields)
+    return read.required | read.optional
+
+
+ROUND_TRIPS = 256  # prompts that are read in a teacher's tokens before a run
+
+
+def check_round_trip(models: JobModels, prompts: Sequence[Example]) -> None:
+    """Check that teachers with other tokenizers read prompts as they are. Raises: SettingsError, one does not."""
+    for name, tokenizer in models.tokenizers.items():
+        where = f"--teacher={models.directories[name]}: "
+        for prompt in prompts[:ROUND_TRIPS]:
+            if prompt.messages is not None and tokenizer.chat_template is None:
+                raise SettingsError(f"{where}prompts are chats, but its tokenizer has no chat template")
+            with refusing(where, Exception):
+                text = tokenizer.decode(encode_text(tokenizer, prompt.text), **PLAIN)
+            if text != prompt.text:
+                raise SettingsError(
+                    f"{where}its tokenizer reads {prompt.text[:80]!r} as {text[:80]!r}, so spans of both cannot be "
+                    "compared; give a teacher whose tokenizer keeps texts as they are"
+                )
 
 
 def check_follow(

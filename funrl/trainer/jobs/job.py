@@ -107,6 +107,7 @@ class JobModels:
       models: of every role, by name; learning ones have adapters where `lora` is given.
       directories: of the roles that do not begin as `model`.
       lora: adapters of the roles that learn; None: all of their weights learn.
+      tokenizers: of the roles that read the policy's rows in tokens of their own.
     """
 
     model: Model
@@ -114,6 +115,7 @@ class JobModels:
     models: dict[str, Model]
     directories: dict[str, str]
     lora: Lora | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def stop(self) -> tuple[int, ...]:

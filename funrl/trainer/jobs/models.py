@@ -73,6 +73,7 @@ def models_of(
     """
     models = {}
     directories = {}
+    tokenizers = {}
     lora = lora_of(settings, model)
     names = role_names(algorithm)
     names += tuple(name for name in SCORING_ROLES if flag_value(settings, name) is not None and name not in names)
@@ -82,6 +83,9 @@ def models_of(
         if path is not None:
             models[name] = stored_model_of(name, kind, path, settings, tokenizer, read)
             directories[name] = path
+            if kind.own_tokens and tokenizer is not None:
+                own = load_tokenizer(path)
+                tokenizers |= {} if own.get_vocab() == tokenizer.get_vocab() else {name: own}
             if lora is not None and name in algorithm.losses:
                 raise settings.refusal(
                     "{lora_rank}: {origin} learns all weights of a model of its own, and adapters stand on the "
@@ -103,7 +107,9 @@ def models_of(
                 f"{algorithm.role_kinds[role].origin(directories[role], role)}: its vocabulary has {rows} rows and the "
                 f"policy's {own}; a divergence over the whole vocabulary needs as many"
             )
-    return JobModels(model=model, tokenizer=tokenizer, models=models, directories=directories, lora=lora)
+    return JobModels(
+        model=model, tokenizer=tokenizer, models=models, directories=directories, lora=lora, tokenizers=tokenizers
+    )
 
 
 def agent_models(
@@ -175,7 +181,8 @@ def stored_model_of(
     with refusing(f"--{kind.flag}: " if kind.flag else f"{origin}: "):
         model = read(path, settings.models.model_code)
     problem = ""
-    shared = None if kind.scores_completions else tokenizer  # completions may be read in other tokens
+    apart = kind.scores_completions or kind.own_tokens  # it may read completions in other tokens
+    shared = None if apart else tokenizer
     if (model.value is None) == kind.value_head:
         trains = f", which `funrl {kind.flag}` trains" if kind.flag else ""
         problem = f"this model has no {f'value head{trains}' if kind.value_head else 'unembedding'}"

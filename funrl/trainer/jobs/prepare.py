@@ -37,8 +37,10 @@ from funrl.trainer.jobs.compatibility import (
     check_objectives,
     check_owned_values,
     check_readers,
+    check_round_trip,
     check_sources,
     check_teacher_context,
+    check_teacher_tokens,
     check_token_ids,
     filters_rows,
 )
@@ -108,6 +110,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_driven(settings, models.models)
     check_mask_replay(settings, models.models, algorithm, generating=devices.generate_sizes)
     check_teacher_context(settings, models.models, algorithm, given)
+    check_teacher_tokens(settings, models, algorithm, given)
     check_follow(settings, algorithm, models.models, models.directories)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     if kind == "rl":
@@ -119,6 +122,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
             check_context(settings, task.prompts, new_tokens(settings, task), positions)
         check_objectives(algorithm, task.prompts)
         check_sources(algorithm, models, task.prompts)
+        check_round_trip(models, task.prompts)
         job = checked_job(settings, algorithm, models, devices, task)
     else:
         task = texts_of_algorithm(algorithm, settings, tokenizer, model, given)
@@ -183,7 +187,8 @@ def check_tokens(settings: Settings, algorithm: Algorithm, models: JobModels, ta
     readers = {
         name: model
         for name, model in models.models.items()
-        if reads_policys(kinds[name], task, models.tokenizer, models.directories.get(name))
+        if name not in models.tokenizers
+        and reads_policys(kinds[name], task, models.tokenizer, models.directories.get(name))
     }
     smallest = min(readers, key=lambda name: readers[name].config.vocab)
     check_token_ids(task, models.tokenizer, readers[smallest], models.directories.get(smallest))

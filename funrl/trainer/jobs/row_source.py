@@ -36,7 +36,7 @@ from funrl.serve.endpoint import serve_agent
 from funrl.trainer.jobs.datasets import format_of, has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations, text_rows
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.models import teachers_of
+from funrl.trainer.jobs.models import TEACHER, teachers_of
 from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.sharding import replica_sizes
 from funrl.trainer.jobs.text_samples import text_samples
@@ -64,6 +64,7 @@ from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, RowSelection, ScoreColumns, Source
 from funrl.trainer.sources.teacher_prompts import TeacherPrompts, prompt_maker
+from funrl.trainer.sources.teacher_tokens import TeacherReader, TeacherTokens
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Judge, Parts
@@ -247,6 +248,7 @@ def generation_of(
             kept=settings.sampling.mask_replay,
             context=teacher_prompts_of(job),
             numbers=source_numbers(job),
+            teacher_tokens=teacher_tokens_of(job),
             choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
@@ -282,6 +284,25 @@ def teacher_prompts_of(job: RLJob) -> TeacherPrompts | None:
         lambda example: tools_of(example.fields.get("tools"), form),
         form.arguments,
         min(model.config.max_positions for model in teachers_of(job.models, job.algorithm)),
+    )
+
+
+def teacher_tokens_of(job: RLJob) -> TeacherTokens | None:
+    """Reader of rows for teachers with tokenizers of their own; None: there are none."""
+    if not job.tokenizers:
+        return None
+    readers = {
+        name: TeacherReader(name.replace("_", " "), tokenizer, job.models[name].config.max_positions)
+        for name, tokenizer in job.tokenizers.items()
+    }
+    of_source = {source: reader for name, reader in readers.items() for source in job.kind_of_role(name).sources}
+    name_of = source_names(job.task.prompts)
+    form = format_of(job.settings, names_of_fields(job.settings))
+    return TeacherTokens(
+        (lambda example: of_source.get(name_of(example))) if of_source else lambda example: readers[TEACHER],
+        job.tokenizer,
+        lambda example: tools_of(example.fields.get("tools"), form),
+        form.arguments,
     )
 
 

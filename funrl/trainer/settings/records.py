@@ -69,8 +69,7 @@ class ModelSettings:
     )
     teacher: str | None = flag(
         None,
-        "Hugging Face directory of the teacher to distil from, with the policy's tokenizer; DIR@math,DIR@chat: one for "
-        "each source of prompts",
+        "Hugging Face directory of the teacher to distil from; DIR@math,DIR@chat: one for each source of prompts",
         needs=("teacher",),
     )
     teacher_top_k: int = flag(

@@ -22,7 +22,7 @@ from funrl.batch import TOKEN_INT, Batch, declare
 from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
-from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT, Field
+from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT, TEACHER_TOKENS, Field
 from funrl.kinds import Ragged
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -38,6 +38,7 @@ from funrl.rollout.tickets import complete_shared, share_tickets
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
 from funrl.trainer.sources.teacher_prompts import ScoredCompletion, TeacherPrompts
+from funrl.trainer.sources.teacher_tokens import TeacherTokens
 from funrl.trainer.steps.step_rows import Rows, ragged, rows_of, with_owned
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -334,6 +335,7 @@ class RowForm(NamedTuple):
       pictures: form in which the model takes pictures; None: it sees none.
       context: makes the prompts of a teacher that sees more than the policy; None: it sees the same.
       numbers: fields with a number for the source of a row's prompt.
+      teacher_tokens: reads rows in a teacher's tokens; None: teachers have the policy's.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -349,6 +351,7 @@ class RowForm(NamedTuple):
     pictures: PictureForm | None = None
     context: TeacherPrompts | None = None
     numbers: tuple[SourceNumber, ...] = ()
+    teacher_tokens: TeacherTokens | None = None
 
 
 PLAIN_FORM = RowForm()
@@ -417,6 +420,8 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     if form.context is not None:
         lines = teacher_lines(form.context, examples, done, samples)
         rows = rows.declaring(CONTEXT_FIELDS).with_fields(**{TEACHER_PROMPT: Ragged(*(x.to(device) for x in lines))})
+    if form.teacher_tokens is not None:
+        rows = with_teacher_tokens(rows, form.teacher_tokens, prompts, done)
     return with_kept(rows, spans, device) if form.kept else rows
 
 
@@ -426,19 +431,47 @@ def teacher_lines(context: TeacherPrompts, examples: Sequence[Example], done: Ro
     Raises:
       RewardError: a prompt cannot be made; raised on every rank.
     """
-    lines = None
+    score_R = done.score if done.failed is None else done.score.masked_fill(done.failed, -math.inf)
+    scores = score_R.tolist()
+    numbered = zip(done.own.tolist(), done.completions, strict=True)
+    own = [ScoredCompletion(number, x.written, scores[number]) for number, x in numbered]
+    return once_a_row(lambda: context.lines(examples, own, samples), done.mesh)
+
+
+def with_teacher_tokens(rows: Rows, read: TeacherTokens, prompts: Sequence[Example], done: Rollout) -> Rows:
+    """The rows with their tokens as a teacher reads them, and with spans. Collective.
+
+    Args:
+      read: reads them.
+      prompts: of this rank's rows.
+      done: their completions.
+
+    Raises:
+      RewardError: a teacher cannot read a text; raised on every rank.
+    """
+    device = rows.batch.tokens.device
+    written = [(x.written, len(x.written) < len(x.tokens)) for x in done.completions]
+    own = [(prompt, *x) for prompt, x in zip(prompts, written, strict=True)]
+    lines, span_bT = once_a_row(lambda: read.lines(own, rows.batch.tokens.shape[1]), done.mesh)
+    values = {TEACHER_TOKENS: Ragged(*(x.to(device) for x in lines)), "teacher_span": span_bT.to(device)}
+    return rows.declaring(CONTEXT_FIELDS).with_fields(**values)
+
+
+def once_a_row(make: Callable[[], Any], mesh: Mesh) -> Any:
+    """A value that one of the ranks that have the same rows makes, on all of them. Collective.
+
+    Raises:
+      RewardError: `make` raised it on a rank; raised on every rank.
+    """
+    value = None
     problem = None
-    if done.mesh.index("tensor") == 0:
-        score_R = done.score if done.failed is None else done.score.masked_fill(done.failed, -math.inf)
-        scores = score_R.tolist()
-        numbered = zip(done.own.tolist(), done.completions, strict=True)
-        own = [ScoredCompletion(number, x.written, scores[number]) for number, x in numbered]
+    if mesh.index("tensor") == 0:
         try:
-            lines = context.lines(examples, own, samples)
+            value = make()
         except RewardError as error:
             problem = str(error)
-    raise_everywhere(problem, (), done.mesh)
-    return collectives.from_first(lines, done.mesh, "tensor")
+    raise_everywhere(problem, (), mesh)
+    return collectives.from_first(value, mesh, "tensor")
 
 
 def with_source_numbers(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:

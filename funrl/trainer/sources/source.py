@@ -240,7 +240,7 @@ class Generation(NamedTuple):
         episodes = self.episodes
         if episodes is not None:
             episodes = episodes._replace(form=episodes.form._replace(numbers=()))
-        return self._replace(form=self.form._replace(context=None, numbers=()), episodes=episodes)
+        return self._replace(form=self.form._replace(context=None, numbers=(), teacher_tokens=None), episodes=episodes)
 
     @property
     def setup(self) -> EpisodeSetup:

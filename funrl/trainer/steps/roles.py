@@ -114,7 +114,8 @@ class Role(NamedTuple):
         weights are its own.
       frozen: how the names of those of its weights begin that do not learn.
       follow: how its weights move towards the policy's, which it does not learn by itself; None: they stay.
-      context: ragged field of the batch with the prompts that it sees instead of the policy's; "": it sees these.
+      context: ragged field of the batch with the prompts or tokens that it sees instead of the policy's, one of
+        `contexts.VIEWS`; "": it sees these.
       sources: numbers in the field `data_source` of the rows that it scores; (): all rows.
     """
 

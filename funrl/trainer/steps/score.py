@@ -15,7 +15,7 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.packing import Slots, unpack_tokens
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.contexts import with_context
+from funrl.trainer.steps.contexts import VIEWS
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, agent_numbers, on_all_rows, take
@@ -77,7 +77,7 @@ def unwritten_fields(role: Role, rows: Rows) -> dict[str, Tensor]:
 @torch.no_grad()
 def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
-    shown = with_context(rows, role.context) if role.context else None
+    shown = VIEWS[role.context](rows, role.context) if role.context else None
     seen = rows if shown is None else shown.rows
     fields = role.placed.expert_rows.repeat(lambda: _scores(role, params, seen, token_budget))
     return fields if shown is None else {name: shown.back(x) for name, x in fields.items()}
