@@ -78,7 +78,7 @@ from funrl.trainer.jobs.compatibility import check_algorithm, check_mask_replay,
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import updates_of
-from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
+from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies, with_teachers
 from funrl.trainer.jobs.prepare import new_tokens, rl_job, text_job, texts_kind
 from funrl.trainer.jobs.sharding import check_layouts, splits_residual
 from funrl.trainer.settings.checks import check_settings
@@ -417,6 +417,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     kind = run_kind(algorithm, settings.examples.data)
     settings = with_flags(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
+    algorithm = with_teachers(algorithm, settings)
     check_algorithm(algorithm, settings)
     algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models = models_of(algorithm, settings, model, None, read_model)

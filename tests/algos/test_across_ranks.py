@@ -78,6 +78,7 @@ def drawn():
         "agent": torch.zeros(B, dtype=torch.int64),
         "episode_tokens": mask.sum(1),
         "episode_first": torch.ones(B, dtype=torch.bool),
+        "teacher_span": torch.where(mask, (at // 3 * 3 + 2).clamp(max=T - 1), -1),
         "turn": (torch.arange(T) >= 300).long().expand(B, T),
     }
 

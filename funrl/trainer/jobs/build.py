@@ -12,7 +12,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.exact.dispatch import align_gpu_kernels
 from funrl.compiled_kernels.flash_kernel import attention_by
-from funrl.fields import TEACHER_PROMPT
+from funrl.fields import TEACHER_PROMPT, TEACHER_TOKENS
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan
@@ -203,20 +203,20 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     """A role without its weights."""
     settings = job.settings
     placed = places[name]
-    like = job.main_role if name in job.agents.policies else name
-    kind = job.kind_of_role(like)
+    kind = job.kind_of_role(job.kind_of_role(name).like or name)
     samples = isinstance(job, RLJob)
-    writes = writes_of(like, job.algorithm)
+    writes = writes_of(name, job.algorithm)
     if kind.generates and not needs_old_scores(job):
         writes = {}
     role = Role(
         placed,
         writes,
-        temperature=settings.sampling.temperature if samples else 1.0,
+        temperature=settings.sampling.temperature if samples and not settings.sampling.raw_logp else 1.0,
         topk=min(settings.models.teacher_top_k, placed.model.config.vocab),
         base=job.base_of(name),
         follow=settings.optimization.follow_rules.get(name),
-        context=TEACHER_PROMPT if has_context(kind, settings) else "",
+        context=TEACHER_TOKENS if name in job.tokenizers else TEACHER_PROMPT if has_context(kind, settings) else "",
+        sources=tuple(map(job.role_sources.index, job.kind_of_role(name).sources)),
     )
     loss = job.algorithm.losses.get(name)
     if loss is None:

@@ -108,6 +108,7 @@ class JobModels:
       models: of every role, by name; learning ones have adapters where `lora` is given.
       directories: of the roles that do not begin as `model`.
       lora: adapters of the roles that learn; None: all of their weights learn.
+      tokenizers: of the roles that read the policy's rows in tokens of their own.
     """
 
     model: Model
@@ -115,6 +116,7 @@ class JobModels:
     models: dict[str, Model]
     directories: dict[str, str]
     lora: Lora | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -228,6 +230,11 @@ class BaseJob(JobModels, JobDevices):
     def base_of(self, name: str) -> str | None:
         """The frozen role whose weights a role has, beside adapters if it learns; None: all are its own."""
         return BASE if self.lora is not None and name not in self.directories else None
+
+    @property
+    def role_sources(self) -> tuple[str, ...]:
+        """Sources of prompts that roles name, by their numbers in the field `data_source`."""
+        return tuple(dict.fromkeys(source for name in self.models for source in self.kind_of_role(name).sources))
 
     def kind_of_role(self, name: str) -> RoleKind:
         """The kind of a role."""

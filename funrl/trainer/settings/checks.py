@@ -27,7 +27,7 @@ from funrl.trainer.settings.scorers import (
     Given,
     check_environment_flags,
     has_environment,
-    model_path,
+    model_paths,
     own_environment,
     scorers_of,
     weights_by_name,
@@ -148,9 +148,9 @@ def check_files(settings: Settings) -> None:
         for path, _ in data_files(settings, name):
             if problem := source_problem(path):
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
-    for name in MODEL_FLAGS:
-        path = model_path(settings, name)
-        if path is None or settings.estimate.dry_run or Path(path).is_dir():
+    paths = [(name, path) for name in MODEL_FLAGS for path in model_paths(settings, name).values()]
+    for name, path in paths:
+        if settings.estimate.dry_run or Path(path).is_dir():
             continue
         named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
         if not named or ("/" not in path and not has_cached_model(path)):
@@ -258,14 +258,17 @@ def check_engine_flags(s: Settings) -> None:
     if s.sampling.mask_replay:
         _check_mask_replay(s, truncating)
         return
+    if s.sampling.raw_logp:
+        if s.sampling.temperature == 1:
+            raise s.refusal("{raw_logp} does nothing at temperature 1, where it holds already; leave it out")
+        return
     given = [*truncating, *(["repetition_penalty"] if is_given(s, "repetition_penalty") else [])]
     if given and s.sampling.temperature != 1:
         replay = truncating == given and abilities.kept_tokens
         raise s.refusal(
             "{temperature} with {flags}: the trainer needs the engine's log-probabilities before {names}, which it "
-            "reports at temperature 1; use either a temperature, or {names} at temperature 1"
-            + ", or --mask_replay, which trains the truncated distribution"
-            * replay,
+            "reports at temperature 1; use either a temperature, or {names} at temperature 1, or --raw_logp, which "
+            "trains the model's own distribution" + ", or --mask_replay, which trains the truncated one" * replay,
             flags=" ".join(given_flag(s, name) for name in given),
             names=" and ".join(given),
         )

@@ -51,7 +51,7 @@ from funrl.trainer.sources.generation import (
     share_table,
     token_fields,
     with_kept,
-    with_objectives,
+    with_source_numbers,
 )
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.step_rows import Rows, on_cpu, rows_of, take, with_owned
@@ -120,9 +120,9 @@ def rollout_of_episodes(
     episodes, costs = run
     mesh = engine.mesh
     count = len(examples) * sampling.samples
-    form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped and not setup.form.kept)
+    form = setup.form._replace(dtype=engine.dtype, raw=setup.form.raw or (sampling.reshaped and not setup.form.kept))
     rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
-    rows = rows._replace(batch=with_objectives(rows.batch, examples, form))
+    rows = rows._replace(batch=with_source_numbers(rows.batch, examples, form))
     transcripts = [transcript_of(number, episode, form) for number, episode in episodes]
     written = {"length": [len(transcript.tokens) for transcript in transcripts]}
     _, lengths = share_table([transcript.number for transcript in transcripts], written, count, mesh)

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
 from funrl.batch import TOKEN_INT, Batch, declare
 from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
-from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT
+from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT, TEACHER_TOKENS, Field
 from funrl.kinds import Ragged
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -39,6 +38,7 @@ from funrl.rollout.tickets import complete_shared, share_tickets
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
 from funrl.trainer.sources.teacher_prompts import ScoredCompletion, TeacherPrompts
+from funrl.trainer.sources.teacher_tokens import TeacherTokens
 from funrl.trainer.steps.step_rows import Rows, ragged, rows_of, with_owned
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -304,6 +304,19 @@ def completion_texts(
     return [text_after(opening[token], token, ids, decode=decode) for token, ids in zip(before, written, strict=True)]
 
 
+class SourceNumber(NamedTuple):
+    """A field with a number for the source of each row's prompt.
+
+    Attributes:
+      name, field: its name and declaration.
+      number_of: the number of a prompt's source.
+    """
+
+    name: str
+    field: Field
+    number_of: Callable[[Example], int]
+
+
 class RowForm(NamedTuple):
     """Form of rows that are made of completions or episodes.
 
@@ -321,7 +334,8 @@ class RowForm(NamedTuple):
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
       pictures: form in which the model takes pictures; None: it sees none.
       context: makes the prompts of a teacher that sees more than the policy; None: it sees the same.
-      objective_of: number of the objective of a prompt's source; None: there is one objective.
+      numbers: fields with a number for the source of a row's prompt.
+      teacher_tokens: reads rows in a teacher's tokens; None: teachers have the policy's.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -336,7 +350,8 @@ class RowForm(NamedTuple):
     owned: Mapping[str, Tensor] | None = None
     pictures: PictureForm | None = None
     context: TeacherPrompts | None = None
-    objective_of: Callable[[Example], int] | None = None
+    numbers: tuple[SourceNumber, ...] = ()
+    teacher_tokens: TeacherTokens | None = None
 
 
 PLAIN_FORM = RowForm()
@@ -387,10 +402,11 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     ]
     scored = done.scores.shape[1] > 0
     # The trainer's distribution is the tempered model, which is also what was sampled from, unless tokens are truncated
-    # or penalised. Then take the model's own: the settings' check ensures that the temperature is 1. With the tokens
+    # or penalised, or its own is asked for. Then take the model's own: the trainer's temperature is 1. With the tokens
     # that could be sampled the trainer's distribution is truncated too.
+    raw = form.raw or (sampling.reshaped and not form.kept)
     batch = Batch(
-        **token_fields(spans, form._replace(dtype=done.dtype, raw=sampling.reshaped and not form.kept), device),
+        **token_fields(spans, form._replace(dtype=done.dtype, raw=raw), device),
         length=length_R,
         group=torch.arange(len(length_R), device=device) // samples,
         score=done.score.to(done.dtype) if scored else None,
@@ -398,12 +414,14 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
         truncated=~done.finished,
         failed=done.failed,
     )
-    batch = with_objectives(batch, examples, form)
+    batch = with_source_numbers(batch, examples, form)
     like = next((x.owned.values for x in examples if x.owned is not None), None)
     rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
     if form.context is not None:
         lines = teacher_lines(form.context, examples, done, samples)
         rows = rows.declaring(CONTEXT_FIELDS).with_fields(**{TEACHER_PROMPT: Ragged(*(x.to(device) for x in lines))})
+    if form.teacher_tokens is not None:
+        rows = with_teacher_tokens(rows, form.teacher_tokens, prompts, done)
     return with_kept(rows, spans, device) if form.kept else rows
 
 
@@ -413,33 +431,61 @@ def teacher_lines(context: TeacherPrompts, examples: Sequence[Example], done: Ro
     Raises:
       RewardError: a prompt cannot be made; raised on every rank.
     """
-    lines = None
+    score_R = done.score if done.failed is None else done.score.masked_fill(done.failed, -math.inf)
+    scores = score_R.tolist()
+    numbered = zip(done.own.tolist(), done.completions, strict=True)
+    own = [ScoredCompletion(number, x.written, scores[number]) for number, x in numbered]
+    return once_a_row(lambda: context.lines(examples, own, samples), done.mesh)
+
+
+def with_teacher_tokens(rows: Rows, read: TeacherTokens, prompts: Sequence[Example], done: Rollout) -> Rows:
+    """The rows with their tokens as a teacher reads them, and with spans. Collective.
+
+    Args:
+      read: reads them.
+      prompts: of this rank's rows.
+      done: their completions.
+
+    Raises:
+      RewardError: a teacher cannot read a text; raised on every rank.
+    """
+    device = rows.batch.tokens.device
+    written = [(x.written, len(x.written) < len(x.tokens)) for x in done.completions]
+    own = [(prompt, *x) for prompt, x in zip(prompts, written, strict=True)]
+    lines, span_bT = once_a_row(lambda: read.lines(own, rows.batch.tokens.shape[1]), done.mesh)
+    values = {TEACHER_TOKENS: Ragged(*(x.to(device) for x in lines)), "teacher_span": span_bT.to(device)}
+    return rows.declaring(CONTEXT_FIELDS).with_fields(**values)
+
+
+def once_a_row(make: Callable[[], Any], mesh: Mesh) -> Any:
+    """A value that one of the ranks that have the same rows makes, on all of them. Collective.
+
+    Raises:
+      RewardError: `make` raised it on a rank; raised on every rank.
+    """
+    value = None
     problem = None
-    if done.mesh.index("tensor") == 0:
-        score_R = done.score if done.failed is None else done.score.masked_fill(done.failed, -math.inf)
-        scores = score_R.tolist()
-        numbered = zip(done.own.tolist(), done.completions, strict=True)
-        own = [ScoredCompletion(number, x.written, scores[number]) for number, x in numbered]
+    if mesh.index("tensor") == 0:
         try:
-            lines = context.lines(examples, own, samples)
+            value = make()
         except RewardError as error:
             problem = str(error)
-    raise_everywhere(problem, (), done.mesh)
-    return collectives.from_first(lines, done.mesh, "tensor")
+    raise_everywhere(problem, (), mesh)
+    return collectives.from_first(value, mesh, "tensor")
 
 
-def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
-    """The batch with the number of each row's objective, where there are several.
+def with_source_numbers(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
+    """The batch with the numbers that the form has of the source of each row's prompt.
 
     Args:
       batch: its groups are numbered as the prompts.
       examples: the prompts of all rows.
       form: of the rows.
     """
-    if form.objective_of is None:
-        return batch
-    objective_P = torch.tensor([form.objective_of(x) for x in examples], device=batch.group.device)
-    return declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=objective_P[batch.group])
+    for name, field, number_of in form.numbers:
+        number_P = torch.tensor([number_of(x) for x in examples], device=batch.group.device)
+        batch = declare(batch, {name: field})._replace(**{name: number_P[batch.group]})
+    return batch
 
 
 def _numbers(done: Completion) -> SampledNumbers:

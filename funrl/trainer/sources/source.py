@@ -239,8 +239,8 @@ class Generation(NamedTuple):
         """The settings for rows that are scored alone: evaluations and baselines have no teacher and no objective."""
         episodes = self.episodes
         if episodes is not None:
-            episodes = episodes._replace(form=episodes.form._replace(objective_of=None))
-        return self._replace(form=self.form._replace(context=None, objective_of=None), episodes=episodes)
+            episodes = episodes._replace(form=episodes.form._replace(numbers=()))
+        return self._replace(form=self.form._replace(context=None, numbers=(), teacher_tokens=None), episodes=episodes)
 
     @property
     def setup(self) -> EpisodeSetup:
