@@ -15,6 +15,7 @@ _PIECES = {
     " run_piece scale stateless sum_losses weighted",
     "terms": "Filter Metrics Term check_called run_term typed_metric",
     "applying": "apply_advantage first_signal",
+    "reward_parts": "advantage_parts loss_of_part",
     "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of value_of",
     "masks": "clean in_order on_tokens_of_sequence rounding row_or_episode_sums sequence_sums sums_by_sequence"
     " to_own_tokens total where_masked",
