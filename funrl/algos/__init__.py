@@ -36,6 +36,7 @@ _PIECES = {
     "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
     "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
     " running_normalise stop_properly to_last_token to_tokens token_rewards",
+    "advantages.subtrees": "subtree_baselines",
     "advantages.steps": "hierarchical_center learn_observations role_baseline step_groups turn_length_penalty"
     " turn_relative",
     "advantages.teacher_rewards": "teacher_advantage weigh_early_tokens",
