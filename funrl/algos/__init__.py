@@ -15,6 +15,7 @@ _PIECES = {
     " run_piece scale stateless sum_losses weighted",
     "terms": "Filter Metrics Term check_called run_term typed_metric",
     "applying": "apply_advantage first_signal",
+    "reward_parts": "advantage_parts loss_of_part",
     "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of value_of",
     "masks": "clean in_order on_tokens_of_sequence rounding row_or_episode_sums sequence_sums sums_by_sequence"
     " to_own_tokens total where_masked",
@@ -35,6 +36,7 @@ _PIECES = {
     "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
     "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
     " running_normalise stop_properly to_last_token to_tokens token_rewards",
+    "advantages.subtrees": "subtree_baselines",
     "advantages.steps": "hierarchical_center learn_observations role_baseline step_groups turn_length_penalty"
     " turn_relative",
     "advantages.teacher_rewards": "teacher_advantage weigh_early_tokens",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from funrl.optim.adam import AdamState, scale_by_adam
     from funrl.optim.base import Transformation, apply_updates, apply_updates_, chain, step_
-    from funrl.optim.clip import clip_by_global_norm, global_norm
+    from funrl.optim.clip import clip_by_global_norm, global_dot, global_norm
     from funrl.optim.fused import fused_adamw
     from funrl.optim.masking import masked, partition
     from funrl.optim.orthogonal import MatrixView, matrix_view, newton_schulz, orthogonalize
@@ -49,6 +49,7 @@ _FILES = {
     "constant": "schedules",
     "cosine": "schedules",
     "fused_adamw": "fused",
+    "global_dot": "clip",
     "global_norm": "clip",
     "join": "schedules",
     "layouts_of": "state_layouts",
@@ -87,6 +88,7 @@ __all__ = [
     "constant",
     "cosine",
     "fused_adamw",
+    "global_dot",
     "global_norm",
     "join",
     "layouts_of",

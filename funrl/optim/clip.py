@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,23 +23,40 @@ def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None 
 
     Returns: a scalar, in float32 or the widest wider dtype of the leaves.
     """
-    mesh = mesh or single()
-    leaves = trees.leaves(tree)
-    if not leaves:
-        return torch.zeros((), device=mesh.device)
+    dtype = _sum_dtype(tree)
+    squares = [torch.linalg.vector_norm(x, dtype=dtype).square() for x in trees.leaves(tree)]
+    return _sum_over_shards(squares, layouts, mesh or single()).sqrt()
+
+
+def global_dot(tree: trees.Tree, other: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None = None) -> Tensor:
+    """The inner product of two trees of one structure, the same on every rank; arguments and dtype as `global_norm`."""
+    dtype = _sum_dtype(tree)
+    pairs = zip(trees.leaves(tree), trees.leaves(other), strict=True)
+    products = [(x.to(dtype) * y.to(dtype)).sum() for x, y in pairs]
+    return _sum_over_shards(products, layouts, mesh or single())
+
+
+def _sum_dtype(tree: trees.Tree) -> torch.dtype:
+    """Float32, or the widest wider dtype of the leaves."""
     dtype = torch.float32
-    for x in leaves:
+    for x in trees.leaves(tree):
         dtype = torch.promote_types(dtype, x.dtype)
-    squares = [torch.linalg.vector_norm(x, dtype=dtype).square() for x in leaves]
+    return dtype
+
+
+def _sum_over_shards(values: Sequence[Tensor], layouts: trees.Tree, mesh: Mesh) -> Tensor:
+    """The sum over all leaves of a number of each leaf's shard; `layouts` and `mesh` as in `global_norm`."""
+    if not values:
+        return torch.zeros((), device=mesh.device)
     if layouts is None:
-        return torch.stack(squares).sum().sqrt()
+        return torch.stack(list(values)).sum()
     # The sum is over the axes that split some leaf. Ranks of it that hold copies of a leaf each give an equal part of
-    # its square, so that the sum counts it once.
+    # its number, so that the sum counts it once.
     splits = [layout.axes for layout in trees.leaves(layouts)]
     over = tuple(a for a in AXES if any(a in axes for axes in splits))
     copies = [mesh.size(over) // mesh.size(axes) for axes in splits]
-    mine = torch.stack([s / n for s, n in zip(squares, copies, strict=True)]).sum()
-    return collectives.psum(mine, mesh, over).sqrt()
+    mine = torch.stack([s / n for s, n in zip(values, copies, strict=True)]).sum()
+    return collectives.psum(mine, mesh, over)
 
 
 def clip_by_global_norm(

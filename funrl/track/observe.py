@@ -36,7 +36,7 @@ from funrl.track.records.trackers import jsonl, tensorboard
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.sources.evaluation import EvalRow
-from funrl.trainer.sources.observing import ShownSample
+from funrl.trainer.sources.observing import GroupGradient, ShownSample
 
 ORDER = "answers are shown with their digits in the usual order; the model writes the ones first"
 OnStep = Callable[[int, dict[str, float]], object]
@@ -83,7 +83,8 @@ class RunObserver:
             ]
             self.sample_lines = open_lines(self.run.samples)
             self.table = open_lines(self.run.eval_samples)
-            for writer in (*self.trackers, self.sample_lines, self.table):
+            self.group_lines = None if outputs.explain_every is None else open_lines(self.run.groups)
+            for writer in (*self.trackers, self.sample_lines, self.table, *filter(None, [self.group_lines])):
                 self.stack.callback(writer.close)
         self.progress = Progress(self.job.settings.run.steps)
         return self
@@ -137,6 +138,16 @@ class RunObserver:
                     row = row._replace(completion=readable(row.completion), answer=readable(row.answer))
                 self.table.write(row._asdict())
 
+    def groups(self, step: int, groups: Sequence[GroupGradient]) -> None:
+        """Write the groups of the largest gradients to groups.jsonl, in readable form."""
+        if self.run is None or self.group_lines is None:
+            return
+        readable = self.job.task.readable or str
+        with _writing(self.run):
+            for group in groups:
+                shown = group._replace(completion=readable(group.completion))
+                self.group_lines.write({"step": step, **shown._asdict()})
+
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """Write and show the metrics of a step, with the time of each phase."""
         total = sum(seconds.values())
@@ -162,6 +173,7 @@ class RunObserver:
             keep_steps(self.run.metrics, step)
             keep_steps(self.run.samples, step)
             keep_steps(self.run.eval_samples, step)
+            keep_steps(self.run.groups, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
                 self.monitor.add(row["step"], row)
                 self.monitor.new_findings()  # guards that have reported do not report again

@@ -179,5 +179,7 @@ def one_step(trainer: phases.Trainer, state: State, enter: Enter) -> tuple[phase
     if trainer.gap_check is not None:
         trainer.gap_check.scored(rows, scored)
     trainer, state = enter(trainer, state, "update")
+    rows, explained = phases.explain_batch(trainer, state, rows)
     state, learned, engine = phases.update_batch(trainer, state, rows)
-    return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)
+    stages = {"drawn": metrics, "scored": scored, "learned": explained | learned}
+    return trainer, state, StepRecord(drawn, rows, stages, engine)

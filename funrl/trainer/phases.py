@@ -20,6 +20,7 @@ from funrl.models.compiling.compile_cache import CompileCache
 from funrl.processes import heartbeat
 from funrl.trainer.gap import GapCheck
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.reward_gradients import Explainer, without_parts
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
@@ -54,6 +55,7 @@ class Trainer(NamedTuple):
       folder: of the checkpoints; None: the run has no directory.
       compile_cache: keeps the code of compiled layers; None: no layer is compiled.
       gap_check: of rows and metrics in which engine and trainer should agree to the bit; None: they may differ.
+      explainer: takes gradients of reward functions; None: the run explains nothing.
     """
 
     job: Job
@@ -65,6 +67,7 @@ class Trainer(NamedTuple):
     folder: str | None = None
     compile_cache: CompileCache | None = None
     gap_check: GapCheck | None = None
+    explainer: Explainer | None = None
 
     def frozen_in(self, state: State) -> Mapping[str, trees.Tree]:
         """Weights of the roles that do not learn, with those of the roles that follow the policy."""
@@ -155,6 +158,8 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
         pairs = job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
         return rows, state, described_rows(trainer, rows) if isinstance(job, RLJob) and not pairs else {}
     with trainer.clock.phase("advantage"):
+        if trainer.explainer is not None and trainer.explainer.is_due(state.step + 1):
+            rows = trainer.explainer.with_parts(job.algorithm.advantage, state.advantage, rows)
         rows, chain, metrics = advantages(job.algorithm.advantage, state.advantage, rows, job.reward_names)
     return rows, state._replace(advantage=chain), metrics
 
@@ -173,6 +178,18 @@ def skip_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[
 def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:
     """Metrics of rows without advantages."""
     return describe(on_cpu(rows), on_cpu(rows).batch, trainer.job.reward_names)
+
+
+def explain_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, dict[str, float]]:
+    """Metrics of the reward functions in a step that is explained, and the rows as all steps have them. Collective."""
+    explainer = trainer.explainer
+    if explainer is None or not explainer.is_due(state.step + 1):
+        return rows, {}
+    plan = update_plan(trainer.job, trainer.parts, state.step + 1)
+    params = state.roles[trainer.job.main_role].params
+    with trainer.clock.phase("explain"):
+        metrics = explainer.explain(params, rows, plan, trainer.frozen_in(state))
+    return without_parts(rows), metrics
 
 
 def update_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[str, float], dict[str, float]]:

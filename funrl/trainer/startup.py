@@ -29,6 +29,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.jobs.sharding import learns_sharded
 from funrl.trainer.phases import Trainer
+from funrl.trainer.reward_gradients import explainer
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
@@ -69,6 +70,7 @@ def begin_run(
         folder=folder,
         compile_cache=cache,
         gap_check=gap_check(job, parts, observer.note),
+        explainer=explainer(job, parts, observer),
     )
     return trainer, first_state(job, parts, weights, rows_source.init())
 

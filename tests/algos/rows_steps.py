@@ -124,6 +124,42 @@ def observations(others):
     return reference
 
 
+def with_prefixes(batch):
+    """Rows that share their first reply, those of equal parity the second, and each fourth row the third."""
+    own_B1 = batch.across.own(torch.arange(len(batch.group)))[:, None]
+    places_BT = torch.arange(batch.mask.shape[1]).expand(batch.mask.shape)
+    turn_BT = places_BT // 3
+    branch_BT = torch.where(turn_BT < 3, own_B1 % 2 ** turn_BT.clamp_max(3), own_B1)
+    return batch._replace(turn=turn_BT, tokens=7 * branch_BT + places_BT)
+
+
+def subtrees(by_size):
+    def reference(x, b):
+        rows = range(len(x))
+        turns = [max((b.turn[i][t] for t in sampled(b, i)), default=0) for i in rows]
+
+        def begin(i, k):
+            return [b.tokens[i][t] for t in range(max(sampled(b, i), default=-1) + 1) if b.turn[i][t] <= k]
+
+        def sharing(i, k, last):
+            return [j for j in members(b, i) if turns[j] >= last and begin(j, k) == begin(i, k)]
+
+        advantage = []
+        for i in rows:
+            trees = [members(b, i), *(sharing(i, k, k + 1) for k in range(turns[i]))]
+            trees = [tree for place, tree in enumerate(trees) if place == 0 or len(tree) > 1]
+            weights = [len(tree) if by_size else 1 for tree in trees]
+            parts = [w * (x[i] - mean([x[j] for j in tree])) for w, tree in zip(weights, trees, strict=True)]
+            advantage.append(sum(parts) / sum(weights))
+        out = grid(b)
+        for i in rows:
+            for t in sampled(b, i):
+                out[i][t] = mean([advantage[j] for j in sharing(i, b.turn[i][t], b.turn[i][t])])
+        return {"x": out}
+
+    return reference
+
+
 def row(name, make, reference, **how):
     return Row(name, "advantage", make, reference, **how)
 
@@ -135,6 +171,14 @@ ROWS = [
         lambda: algos.step_groups(0.4, 0.7, 1e-3),
         stepwise(0.4, 0.7, 1e-3),
         prepare=with_agents,
+        compiles=False,
+    ),
+    row("subtree_baselines", algos.subtree_baselines, subtrees(False), prepare=with_prefixes, compiles=False),
+    row(
+        "subtree_baselines size",
+        lambda: algos.subtree_baselines(True),
+        subtrees(True),
+        prepare=with_prefixes,
         compiles=False,
     ),
     row("turn_relative", algos.turn_relative, turnwise(1.0, 1e-6), compiles=False),

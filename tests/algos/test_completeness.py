@@ -60,6 +60,8 @@ TESTED = {  # name: the test that would fail if it were wrong
     "pairs_present": "test_pairs.py::test_places",
     "parse_weights": "test_arguments.py::test_numbers_with_commas_between_are_weights",
     "reads": "test_pieces.py::test_a_piece_has_its_properties",
+    "advantage_parts": "test_reward_parts.py::test_parts_of_an_advantage_equal_loops_and_add_up_to_it",
+    "loss_of_part": "test_reward_parts.py::test_parts_of_a_loss_keep_the_branch_of_the_whole",
     "reward_rounding": "test_pairs.py::test_a_difference_within_rounding_is_a_tie",
     "rounding": "test_pairs.py::test_a_difference_within_rounding_is_a_tie",
     "reference_point": "test_pairs.py::test_reference_point",

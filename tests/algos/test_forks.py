@@ -29,6 +29,7 @@ ALONG_PATHS = {
     "to_turns": "rewards of later turns of its path",
     "turn_gae": "the next turn of its path",
     "step_groups": "returns of a step's path",
+    "subtree_baselines": "paths that share a beginning",
     "turn_relative": "the last turn of a path",
     "to_last_token": "the end of each path has the outcome",
     "token_rewards": "as to_last_token",
@@ -37,7 +38,8 @@ ALONG_PATHS = {
     "optimal_token_baseline": "gradients of what was sampled before it",
     "weigh_early_tokens": "advantages of what was sampled before it",
 }
-OF_PATHS = {"ppo", "prime", "vapo", "sao", "pf_ppo", "otb", "fipo", "gigpo", "iw_opd"}  # recipes with such pieces
+# Recipes with such pieces.
+OF_PATHS = {"ppo", "prime", "vapo", "sao", "pf_ppo", "otb", "fipo", "gigpo", "iw_opd", "treepo"}
 OF_PAIRS = {id(row) for row in rows_preference.ROWS}
 LAYOUTS = {
     "single": lambda forest: forest.single(),

@@ -211,6 +211,7 @@ NOT_ZERO = {  # and why a group of equal rewards has advantages
     "remax": "a greedy completion scores, not the group",
     "reinforce_plus_plus": "the batch scores, not the group",
     "reinforce_plus_plus_baseline": "whitens over tokens of completions of different lengths",
+    "treepo": "whitens as the one before",
     "prime": "process rewards differ, and it whitens as the one before",
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
     **dict.fromkeys(("distillation", "distillation direct", "sdpo", "iw_opd", "mopd"), "a teacher scores every token"),

@@ -48,6 +48,7 @@ OF_EPISODES = {  # they act where agents write in turns, or where an advantage i
     "hierarchical_grpo.proposers",
     "rae.clip_low",
     "echo.observation_coef",
+    "treepo.subtree_sizes",
     "echo.others",
 }
 

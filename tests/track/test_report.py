@@ -149,6 +149,18 @@ def test_the_newest_evaluation_is_a_table(tmp_path):
     )
 
 
+def test_the_groups_that_moved_the_policy_most_are_a_table(tmp_path):
+    run = a_run(tmp_path)
+    assert "moved the policy most" not in write_report(tmp_path).read_text()
+    group = {"prompt": "<b>1+1=", "completion": "2", "rewards": [1.0, 0.25], "norm": 3.5, "cosine": 0.5, "share": 0.4}
+    rows = [group | {"step": 10, "prompt": "earlier"}, group | {"step": 20}]
+    run.groups.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(tmp_path).read_text()
+    table = page[page.index("Groups that moved") : page.index("Configuration")]
+    assert "Of step 20" in table and "&lt;b&gt;1+1=" in table and "3.5" in table and "0.4" in table
+    assert "1 0.25" in table and "earlier" not in table
+
+
 def test_report_stands_alone(tmp_path):
     a_run(tmp_path)
     page = write_report(tmp_path).read_text()

@@ -62,6 +62,12 @@ ILLS = {
     "long_completions": lambda n, row: {"response_length/clip_ratio": 0.95},
     "stale_tokens": lambda n, row: {"partial/staleness_mean": 6.0},
     "rows_too_old": lambda n, row: {"rollout/logprob_gap_mean": 0.35 if n in {4, 5} else 2e-6},
+    "one_reward_drives": lambda n, row: {
+        "eval/reward": 0.9 - 0.01 * n,
+        "reward_gradient/length/share": 0.9,
+        "reward_gradient/answer/share": 0.1,
+        "reward_gradient/rest/share": 0.0,
+    },
 }
 
 

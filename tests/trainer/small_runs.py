@@ -54,6 +54,7 @@ class Quiet:
         self.notes, self.shown, self.parts, self.steps, self.folder = [], [], [], [], folder
         self.table = []
         self.conversations = []
+        self.explained = []
 
     def note(self, text):
         self.notes.append(text)
@@ -66,6 +67,9 @@ class Quiet:
 
     def evaluated(self, rows):
         self.table += rows
+
+    def groups(self, step, groups):
+        self.explained.append((step, groups))
 
     def step(self, step, metrics, seconds):
         self.steps.append((step, metrics))

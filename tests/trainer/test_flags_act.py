@@ -152,6 +152,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "prompt_tokens": "cost/test_dry_run.py::test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks",
     "text_tokens": "cost/test_dry_report.py::test_texts_have_flags_of_their_own",
     "json": "cost/test_dry_report.py::test_json_is_one_object_with_the_numbers_of_the_tables",
+    "explain_every": "trainer/test_reward_gradients.py::test_a_run_explains_every_so_many_steps_and_learns_the_same",
     "profile": "trainer/test_profiling.py::test_a_trace_has_the_phases_of_its_steps",
     "profile_ranks": "trainer/test_profiling.py::test_ranks_that_are_named_write_a_trace",
     "verify_sync": "trainer/test_verify.py::test_the_flags_say_what_is_compared",

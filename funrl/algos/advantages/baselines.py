@@ -117,7 +117,7 @@ def relative_to_mean() -> Advantage:
     def compare(x_B: Tensor, batch: Batch) -> Tensor:
         mean_B = group_mean(x_B, groups_of(batch.group))
         above_B = mean_B > 0
-        return torch.where(above_B, (x_B - mean_B) / torch.where(above_B, mean_B, 1), torch.zeros_like(x_B))
+        return torch.where(above_B, (x_B - mean_B) / torch.where(above_B, mean_B.detach(), 1), torch.zeros_like(x_B))
 
     return stateless(compare, per="row")
 

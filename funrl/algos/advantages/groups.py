@@ -61,7 +61,11 @@ def group_mean(x_B: Tensor, groups: Groups, weight_B: Tensor | None = None) -> T
 
 
 def group_std(x_B: Tensor, groups: Groups) -> Tensor:
-    """The standard deviation of each row's group (denominator n - 1); exactly 0 for one row and for equal numbers."""
+    """The standard deviation of each row's group (denominator n - 1); exactly 0 for one row and for equal numbers.
+
+    It is a constant of derivatives: see `reward_parts`.
+    """
+    x_B = x_B.detach()
     centred_B = x_B - group_mean(x_B, groups)
     unit_B = power_of_two(group_max(centred_B.abs(), groups))
     squares_B = group_sum((centred_B / unit_B).square(), groups)

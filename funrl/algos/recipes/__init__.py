@@ -27,6 +27,7 @@ _FIRST = (  # in lists; other files follow by name
     "flash_reinforce",
     "cfpo",
     "maxpo",
+    "treepo",
     "spo",
     "pf_ppo",
     "sppo",

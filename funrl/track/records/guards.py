@@ -7,6 +7,7 @@ and shows the first message of each; the report calls them again. docs/troublesh
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ WINDOW = 5  # steps that are compared with earlier ones
 KEPT_ROWS = 1000  # that a monitor keeps: the first and last of them are consecutive steps
 FIRST_ROWS = 50
 LAST_ROWS = 400
+DRIVING_SHARE = 0.8  # of the gradient: the one reward function that drives updates
+_DRIVES = re.compile("reward_gradient/(?!rest/)[^/]+/share")
 FARTHEST_SAMPLER = 0.28  # nats a token in two steps; docs/placement.md has runs on both sides
 Row = Mapping[str, object]
 Guard = Callable[[Sequence[Row]], str | None]
@@ -157,6 +160,23 @@ def falling_reward(rows: Sequence[Row]) -> str | None:
     return None
 
 
+def one_reward_drives(rows: Sequence[Row]) -> str | None:
+    """One of several reward functions drives the updates while the held-out reward falls twice in a row."""
+    held_out = _series(rows, "eval/reward", least=3)
+    if not held_out or not held_out[-3] > held_out[-2] > held_out[-1]:
+        return None
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if _DRIVES.fullmatch(name)]
+    values = {name: [x for row in rows if isinstance(x := row.get(name), (int, float))] for name in names}
+    shares = {name.split("/")[1]: fmean(series[-WINDOW:]) for name, series in values.items()}
+    if len(shares) < 2 or max(shares.values()) < DRIVING_SHARE:
+        return None
+    name = max(shares, key=lambda name: shares[name])
+    return (
+        f"the reward {name!r} makes {shares[name]:.0%} of the updates, and the held-out reward fell from "
+        f"{held_out[-3]:.3g} to {held_out[-1]:.3g}: lower its weight in --reward_weights, or take --algorithm=gdpo"
+    )
+
+
 def rows_too_old(rows: Sequence[Row]) -> str | None:
     """The policy is far from the older ones that sampled, in two steps whose rows may be stale.
 
@@ -226,4 +246,5 @@ GUARDS: dict[str, Guard] = {
         "tokens are trained {now:.1f} steps after their weights: raise --new_tokens_per_step, or weigh by importance",
     ),
     "rows_too_old": rows_too_old,
+    "one_reward_drives": one_reward_drives,
 }

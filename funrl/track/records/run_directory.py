@@ -6,6 +6,7 @@
 | metrics.jsonl | one object per step | after every step |
 | samples.jsonl | one object per sample | now and then |
 | eval_samples.jsonl | one object per completion of an evaluation | at every evaluation |
+| groups.jsonl | the groups of the largest gradients | every `--explain_every` steps |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
 | adapter/ | with --lora_rank, the adapters that are merged in it, in PEFT's format | at the end |
@@ -72,6 +73,7 @@ class RunDirectory:
     metrics = Member("metrics.jsonl")
     samples = Member("samples.jsonl")
     eval_samples = Member("eval_samples.jsonl")
+    groups = Member("groups.jsonl")
     tensorboard = Member("tensorboard")
     model = Member("model")
     adapter = Member("adapter")

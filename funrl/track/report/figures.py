@@ -60,6 +60,7 @@ CHARTS = (
         ("rollout/(ratio_mean|effective_share)",),
     ),
     Chart("Gradient norm", "before clipping", ("actor/grad_norm",)),
+    Chart("Rewards in the gradient", "share of each reward function; they add up to 1", ("reward_gradient/.+/share",)),
     Chart("Who waited", "seconds: a trainer for rows, replicas for it", ("wait/trainer_s", "wait/generator_s")),
     Chart("Places of the ledger", "events of a step", ("places/(begun|lost|refilled|taken)",)),
     Chart("Places in no batch", "written ahead, or parked", ("places/ahead", "partial/unfinished_prompts")),

@@ -83,6 +83,7 @@ def render(run: RunFiles) -> str:
         time_figure=line_figure(time_chart, seconds, _steps(run)),
         samples={heading: group for heading, group in (("At the start", early), ("At the end", late)) if group},
         evaluation=run.evaluation,
+        groups=run.groups,
         configuration=_configuration(run.config),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,14 @@ class RunFiles(NamedTuple):
       rows: metrics in the order of steps.
       samples: in the order in which they were written.
       evaluation: rows of the newest one, spread over its prompts.
+      groups: of the largest gradients, of the newest step that has been explained.
     """
 
     config: dict[str, Any]
     rows: list[dict[str, Any]]
     samples: list[Sample]
     evaluation: list[dict[str, Any]]
+    groups: Sequence[dict[str, Any]] = ()
 
 
 def read_run(directory: RunDirectory) -> RunFiles:
@@ -47,6 +50,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
         rows = {row["step"]: row for row in read_lines(directory.metrics) if isinstance(row.get("step"), int)}
         samples = read_samples(directory.samples)
         evaluation = newest_evaluation(directory.eval_samples)
+        groups = newest_lines(directory.groups)
     except RunDirectoryError as error:
         raise ReportError(str(error)) from None
     except SegmentError as error:
@@ -57,7 +61,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
         raise ReportError(f"{directory.config}: a JSON object is needed, not {type(config).__name__}")
     if not rows:
         raise ReportError(f"{directory.metrics}: no step has been written yet")
-    return RunFiles(config, [rows[step] for step in sorted(rows)], samples, evaluation=evaluation)
+    return RunFiles(config, [rows[step] for step in sorted(rows)], samples, evaluation=evaluation, groups=groups)
 
 
 def newest_evaluation(path: Path) -> list[dict[str, Any]]:
@@ -66,11 +70,16 @@ def newest_evaluation(path: Path) -> list[dict[str, Any]]:
     Raises:
       RunDirectoryError: as `read_lines`.
     """
-    lines = list(read_lines(path)) if path.exists() else []
-    newest = [row for row in lines if row.get("step") == lines[-1].get("step")]
+    newest = newest_lines(path)
     firsts = [row for row in newest if not row.get("sample")]  # one of each prompt, where these are enough
     rows = firsts if len(firsts) >= min(EVALUATION_ROWS, len(newest)) else newest
     return rows[:: max(1, len(rows) // EVALUATION_ROWS)][:EVALUATION_ROWS]
+
+
+def newest_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of the newest step in a file; none where there is no file. Raises: RunDirectoryError."""
+    lines = list(read_lines(path)) if path.exists() else []
+    return [row for row in lines if row.get("step") == lines[-1].get("step")]
 
 
 def finite_values(run: RunFiles, key: str) -> list[tuple[int, float]]:

@@ -145,7 +145,12 @@ def _parts_of(algorithm: Algorithm, settings: Settings) -> dict[str, bool]:
     present |= {algorithm.role_kinds[name].like for name in names if name in algorithm.role_kinds}
     parts_of_run = {name: name in present for name in (*ROLES, "teacher_topk")}
     sharded = learns_sharded(settings, algorithm.losses)
-    return parts_of_run | {"filter": filters_rows(algorithm, settings), "trained_shards": sharded}
+    chain = algorithm.advantage is not None
+    return parts_of_run | {
+        "advantage": chain,
+        "filter": filters_rows(algorithm, settings),
+        "trained_shards": sharded,
+    }
 
 
 def provided(

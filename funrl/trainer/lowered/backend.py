@@ -30,6 +30,8 @@ def check_backend(settings: Settings, device: str) -> None:
     devices = settings.devices
     if settings.models.backend == "torch" and devices.device != "xla":
         return
+    if settings.outputs.explain_every is not None:
+        raise settings.refusal("{explain_every}: gradients of rewards are taken in torch; leave {backend} out")
     hf = settings.models.model_code == "hf"
     if settings.models.backend == "xla":
         refused = {

@@ -29,6 +29,7 @@ NONE = "none"  # text that means None, for optional flags
 PARTS_NEEDED = {  # parts of a run without which some flags do nothing; {mesh} stands for --mesh with its value
     **{name: kind.messages.missing for name, kind in ROLES.items() if kind.messages.missing},
     "teacher_topk": "an algorithm that reads probable tokens of the teacher, as distillation --kind=forward does",
+    "advantage": "an algorithm that turns rewards into advantages, as grpo does",
     "filter": "a filter of rows, which dapo has",
     "data": "--prompts or --data",
     "env": "--env=FILE.py:NAME",

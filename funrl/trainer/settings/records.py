@@ -956,6 +956,15 @@ class OutputSettings:
         Bound("a port, such as 9100", lambda x: bool(re.fullmatch(METRICS_PORT, x)) and _is_port(x)),
     )
     sample_every: int = flag(10, "steps between samples", at_least(1), needs=("policy",))
+    explain_every: int | None = flag(
+        None,
+        "steps between exact gradients of each reward function and group; one takes that of about 3 updates, and one "
+        "more a reward function",
+        at_least(1),
+        kinds=RL,
+        needs=("advantage",),
+        chosen="never",
+    )
 
     @property
     def window(self) -> ProfileWindow | None:

@@ -39,6 +39,25 @@ class ShownSample(NamedTuple):
     example: Example | None = None
 
 
+class GroupGradient(NamedTuple):
+    """Gradient of the rows of a group beside that of all rows of a step.
+
+    Attributes:
+      prompt, completion: of its first row.
+      rewards: of its rows.
+      norm: of the gradient, with the denominators of all rows.
+      cosine: of the angle between the two.
+      share: of the group in the whole; shares of all groups add up to 1.
+    """
+
+    prompt: str
+    completion: str
+    rewards: Sequence[float]
+    norm: float
+    cosine: float
+    share: float
+
+
 class Show(Protocol):
     """Observer of a source's completions and remarks."""
 
@@ -55,6 +74,10 @@ class Observer(Show, Protocol):
     """Observer of a run. Every rank has one; rank 0's shows and writes what happens."""
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
+
+    def groups(self, step: int, groups: Sequence[GroupGradient]) -> None:
+        """Take the groups of the largest gradients of a step."""
+        ...
 
     def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Forget the steps after `step`, which are repeated.

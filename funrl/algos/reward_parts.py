@@ -1,0 +1,91 @@
+"""Parts of advantages and losses that single reward functions account for.
+
+    parts_BTK = advantage_parts(chain, state, batch, weights=(1.0, 0.5))
+    loss = loss_of_part(algorithm.losses["policy"], 0)
+
+Both are directional derivatives, so the parts are additive and their gradients too. Divisors such as a group's standard
+deviation count as constants: GRPO's part of reward k is w_k (s_k - mean_G s_k) / std_G s, and the parts add up to the
+advantage. A loss that is proportional to the advantage, such as a clipped surrogate, then has parts whose gradients add
+up to its gradient: each token keeps the branch that the whole advantage chooses. What remains is of other sources, such
+as a KL, an entropy bonus, or a piece that is not linear in the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from funrl.algos.applying import apply_advantage
+from funrl.algos.core import Advantage, Loss
+from funrl.algos.masks import where_masked
+from funrl.algos.metrics import Metric
+from funrl.batch import Batch, with_across
+from funrl.fields import Field, Schema
+
+REWARD_PARTS = "reward_parts"
+PART_FIELDS = Schema({REWARD_PARTS: Field("token_k", "advantage", "part of each reward function in the advantage")})
+
+
+@torch.no_grad()
+def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: Sequence[float]) -> Tensor:
+    """Derivative of a chain's advantages along the weighted scores of each reward function.
+
+    Sums of tokens over all rows, such as the mean of `whiten`, count as constants too.
+
+    Args:
+      state: of the chain, before its run.
+      batch: scored rows, before the chain, on the CPU.
+      weights: K, of the reward functions in the score.
+    Needs: score [B], scores [B, K].
+
+    Returns: [b, T, K], before rows are resampled.
+    """
+    across = batch.across
+    constant = across._replace(
+        sums=lambda x_bT: across.sums(x_bT.detach()),
+        kth_largest=lambda x_bT, k: across.kth_largest(x_bT.detach(), k),
+    )
+    batch = with_across(batch, constant)
+    parts = []
+    for number, (weight, s_B) in enumerate(zip(weights, batch.scores.unbind(1), strict=True)):
+        applied_B = s_B.nan_to_num(0.0)
+        tangent_BK = torch.zeros_like(batch.scores)
+        tangent_BK[:, number] = applied_B
+        with forward_ad.dual_level():
+            moved = batch._replace(
+                score=forward_ad.make_dual(batch.score, (weight * applied_B).to(batch.score.dtype)),
+                scores=forward_ad.make_dual(batch.scores, tangent_BK),
+            )
+            applied, _, _ = apply_advantage(advantage, state, moved, choose=lambda rows, _: rows)
+            x_bT, part_bT = forward_ad.unpack_dual(applied.advantage)
+            parts.append(torch.zeros_like(x_bT) if part_bT is None else part_bT.clone())
+    return torch.stack(parts, dim=2)
+
+
+def loss_of_part(loss: Loss, number: int) -> Loss:
+    """Derivative of a loss along the part of a reward function in the advantage, as a loss of its own.
+
+    Args:
+      number: of the reward function, a column of `reward_parts`.
+    Needs: advantage [B, T], reward_parts [B, T, K]; what the loss needs.
+    """
+
+    def numerators(x_BT: Tensor, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Metric]]:
+        with torch.enable_grad():
+            advantage_BT = batch.advantage.detach().requires_grad_()
+            values, _ = loss.numerators(x_BT, batch._replace(advantage=advantage_BT))
+        part_BT = where_masked(getattr(batch, REWARD_PARTS)[..., number], batch.mask)
+        return tuple(_derivative(value, advantage_BT, part_BT) for value in values), {}
+
+    return Loss(loss.denominators, numerators, loss.fields.extended(PART_FIELDS))
+
+
+def _derivative(value: Tensor, at: Tensor, direction: Tensor) -> Tensor:
+    """Derivative of a scalar along a direction; 0 where it does not depend on `at`, as when reads are recorded."""
+    if not value.requires_grad:
+        return 0 * value
+    (slope,) = torch.autograd.grad(value, at, create_graph=True, allow_unused=True)
+    return 0 * value if slope is None else (slope * direction).sum()
