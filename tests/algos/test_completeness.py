@@ -111,6 +111,7 @@ SERVE = {  # name: the rows that fail if it is wrong
     "on_tokens_of_sequence": "sequence_ratio",
     "row_or_episode_sums": "importance_weights",
     "sequence_sums": "sequence_mean",
+    "sum_of_earlier_rows": "weigh_early_tokens",
     "sums_by_sequence": "sequence_ratio",
     "slot_baseline": "optimal_token_baseline",
     "to_own_tokens": "sequence_ratio",
@@ -171,7 +172,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     inner |= {"reverse_linear_scan"}
     inner |= {"units_of", "by_unit", "episode_fields", "episode_units", "episodes_of"}  # of chains on rows of episodes
     inner |= {"row_turns", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
-    inner |= {"units_of_copies", "choose_rows", "first_of_equal"}
+    inner |= {"units_of_copies", "choose_rows", "first_of_equal", "sum_of_earlier_rows"}
     assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():
         assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)
