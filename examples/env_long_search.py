@@ -36,14 +36,17 @@ from funrl.rollout.episodes import Message
 from funrl.rollout.policy import Tools
 from funrl.tasks.arithmetic import Split
 
-KEYS = "ABCDEFGHIJKLMNOP"
+KEYS = "ABCDEFGH"
+DIGITS = "01234"
 NEXT, LAST, ANSWER, SUMMARY = "+", "!", "=", "#"
 SEARCH_SIGNS = f"{KEYS}.{NEXT}{LAST}{ANSWER}{SUMMARY}?"
-PAIRS = tuple(key + digit for key in KEYS for digit in "0123456789")  # one token each
+PAIRS = tuple(key + digit for key in KEYS for digit in DIGITS)  # one token each
 WANTED = 2  # keys of a question
 PAGES = 8
 PLACES = 28  # tokens of a page
+SHORT_PLACES = (1, 2, 4, PLACES)  # of the pages that a demonstrator sees: from short ones it is learned sooner
 CONTEXT = 256  # positions of the decoder; all pages and replies together have more
+SEGMENT = 4  # pages that have been seen when a history of full pages reaches
 COMPACT_AT = 128  # tokens
 KEPT = 0.6  # share of the known keys that a demonstrator's summary keeps
 SEARCHES = 4096  # to train on
@@ -94,14 +97,15 @@ def long_search() -> Environment:
 def searches(seed: int, count: int, split: Split = "train") -> list[Search]:
     """Random searches; the two splits have different seeds."""
     rng = np.random.default_rng((seed, 11 if split == "train" else 12))
-    return [_search(rng) for _ in range(count)]
+    return [random_search(rng) for _ in range(count)]
 
 
-def _search(rng: np.random.Generator) -> Search:
-    pairs = [key + str(rng.integers(10)) for key in rng.permutation(list(KEYS))]
-    pages = np.full((PAGES, PLACES), ".", dtype=object)
+def random_search(rng: np.random.Generator, places: int = PLACES) -> Search:
+    """A search of pages of so many tokens."""
+    pairs = [key + rng.choice([*DIGITS]) for key in rng.permutation(list(KEYS))]
+    pages = np.full((PAGES, places), ".", dtype=object)
     for page, own in zip(pages, np.array_split(pairs, PAGES), strict=True):
-        page[rng.choice(PLACES, len(own), replace=False)] = own
+        page[rng.choice(places, len(own), replace=False)] = own
     wanted = rng.choice(pairs, WANTED, replace=False)
     return Search("".join(pair[0] for pair in wanted), ["".join(page) for page in pages], "".join(wanted))
 
@@ -109,7 +113,8 @@ def _search(rng: np.random.Generator) -> Search:
 def search_conversations(seed: int, count: int) -> list[dict[str, Any]]:
     """Conversations of a demonstrator, each up to a summary or to the answer, in random order."""
     rng = np.random.default_rng((seed, 13))
-    records = [record for search in searches(seed, 1 + count // 3) for record in _segments(search, rng)]
+    random = [random_search(rng, rng.choice(SHORT_PLACES)) for _ in range(1 + count // 3)]
+    records = [record for search in random for record in _segments(search, rng)]
     return [{"messages": records[n]} for n in rng.permutation(len(records))[:count]]
 
 
@@ -122,21 +127,14 @@ def _segments(search: Search, rng: np.random.Generator) -> list[list[dict[str, s
     for page in [*search.pages, LAST]:
         messages += [{"role": "assistant", "content": NEXT}, {"role": "user", "content": page}]
         known |= {key: page[page.index(key) :][:2] for key in wanted if key in page}
-        if _tokens(messages) >= COMPACT_AT:
+        if len(messages) == 1 + 2 * SEGMENT:
             known = {key: known[key] for key in wanted if key in known and rng.random() < KEPT}
             summary = "".join(known.values())
             asked = {"role": "user", "content": SUMMARY}
             segments.append([*messages, asked, {"role": "assistant", "content": summary}])
             messages = [{"role": "user", "content": wanted + SUMMARY + summary}]
-    answer = "".join(known.get(key, f"{key}{rng.integers(10)}") for key in wanted)
+    answer = "".join(known.get(key, key + rng.choice([*DIGITS])) for key in wanted)
     return [*segments, [*messages, {"role": "assistant", "content": ANSWER + answer}]]
-
-
-def _tokens(messages: Sequence[Message]) -> int:
-    """Tokens up to the start of the next reply: a mark for each message and for that reply, and ends of replies."""
-    text = "".join(message["content"] for message in messages)
-    replies = sum(message["role"] == "assistant" for message in messages)
-    return len(text) - sum(map(str.isdigit, text)) + len(messages) + replies + 1
 
 
 def task(conversations: int = CONVERSATIONS) -> Task:
@@ -144,7 +142,7 @@ def task(conversations: int = CONVERSATIONS) -> Task:
     return Task(
         SEARCH_SIGNS,
         PAIRS,
-        vocab=192,  # 187 are used
+        vocab=64,  # 59 are used
         positions=CONTEXT,
         prompts=[search.prompt() for search in searches(0, SEARCHES)],
         heldout=[search.prompt() for search in searches(0, 256, "heldout")],

@@ -49,6 +49,7 @@ OF_EPISODES = {  # they act where agents write in turns, or where an advantage i
     "rae.clip_low",
     "echo.observation_coef",
     "echo.others",
+    "compaction.summaries",
 }
 
 
