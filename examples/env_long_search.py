@@ -36,13 +36,13 @@ from funrl.rollout.episodes import Message
 from funrl.rollout.policy import Tools
 from funrl.tasks.arithmetic import Split
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LETTERS = "ABCDEF"
 ASK, NEXT, LAST, ANSWER, SUMMARY, NOTHING = ":+!=#."
 SEARCH_SIGNS = f"{LETTERS}{ASK}{NEXT}{LAST}{ANSWER}{SUMMARY}{NOTHING}?"
 WANTED = 2  # letters of a search
 PAGES = 8
 PLACES = 28  # tokens of a page
-SHORT_PLACES = (1, 2, 4, PLACES)  # of the pages that a demonstrator sees: from short ones it is learned sooner
+SHORT_PLACES = (1, 1, 2, 4, PLACES)  # of the pages that a demonstrator sees: from short ones it is learned sooner
 CONTEXT = 256  # positions of the decoder; all pages and replies together have more
 SEGMENT = 4  # pages that have been seen when a history of full pages reaches
 COMPACT_AT = 128  # tokens
@@ -118,7 +118,7 @@ def task(conversations: int = CONVERSATIONS) -> Task:
     return Task(
         SEARCH_SIGNS,
         (),
-        vocab=48,  # 38 are used
+        vocab=32,  # 18 are used
         positions=CONTEXT,
         prompts=searches(0, SEARCHES),
         heldout=searches(0, 256, "heldout"),
