@@ -292,7 +292,8 @@ FIELDS = Schema(
     author=Field(
         "token",
         "source",
-        "of what follows an episode's first reply: 1 the policy, 2 a tool, 3 others; each in one row; else 0",
+        "of what follows an episode's first reply: 1 the policy, 2 a tool, 3 others, 4 the policy in a summary of its "
+        "history; each in one row; else 0",
         dtype="int",
         example=_authors,
     ),

@@ -72,7 +72,7 @@ def drawn():
         "stale": mask.roll(1, 1) & mask,
         "observed": mask & (at % 5 == 0),
         "unit": torch.arange(B),
-        "author": torch.where(mask, 1, at % 4),
+        "author": torch.where(mask, torch.where(at % 7 == 0, 4, 1), at % 4),
         "state": torch.where(mask, (at // 300 + length[:, None]) % 3, 0),
         "episode": torch.arange(B),
         "agent": torch.zeros(B, dtype=torch.int64),

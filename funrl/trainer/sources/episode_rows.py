@@ -56,7 +56,7 @@ from funrl.trainer.sources.generation import (
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.step_rows import Rows, on_cpu, rows_of, take, with_owned
 
-POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
+POLICY, TOOL, OTHERS, SUMMARY = 1, 2, 3, 4  # values of `author`
 
 
 class EpisodeSetup(NamedTuple):
@@ -323,7 +323,7 @@ def _fields_of(
                 replied = True
             if node in path.trained:
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
-                author[row, here] = POLICY
+                author[row, here] = SUMMARY if node.summary else POLICY
                 state[row, here] = _digest(episode.states.get(node, context))
             elif not node.sampled and replied and node not in read:
                 read.add(node)
