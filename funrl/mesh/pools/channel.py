@@ -8,6 +8,7 @@ rank (`handover`, `reshard`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import threading
 import time
@@ -45,20 +46,20 @@ class End(NamedTuple):
     result: Any
 
 
+@dataclasses.dataclass(eq=False)
 class Requests:
-    """The asking side, on every rank of a mesh."""
+    """The asking side, on every rank of a mesh.
 
-    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
-        """Begin without a request.
+    Attributes:
+      mesh: of the asking ranks; this process is one of them.
+      pool: name of the answering ranks.
+      posted: number of requests.
+    """
 
-        Args:
-          mesh: of the asking ranks; this process is one of them.
-          pool: name of the answering ranks.
-        """
-        self.mesh = mesh
-        self.pool = pool
-        self.posted = 0
-        self._kept = 0  # number of the oldest request in the store
+    mesh: Mesh
+    pool: str = GENERATING
+    posted: int = 0
+    _kept: int = 0  # number of the oldest request in the store
 
     def post(self, request: object) -> int:
         """Send a request; returns its number. Every rank calls it, with the same request."""
@@ -98,19 +99,19 @@ class Requests:
         return self.answer(self.post(request), waits_for)
 
 
+@dataclasses.dataclass(eq=False)
 class Answers:
-    """The answering side, on every rank of a mesh."""
+    """The answering side, on every rank of a mesh.
 
-    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
-        """Begin before the first request.
+    Attributes:
+      mesh: of the answering ranks; this process is one of them.
+      pool: as of `Requests`.
+      taken: number of requests so far.
+    """
 
-        Args:
-          mesh: of the answering ranks; this process is one of them.
-          pool: as of `Requests`.
-        """
-        self.mesh = mesh
-        self.pool = pool
-        self.taken = 0
+    mesh: Mesh
+    pool: str = GENERATING
+    taken: int = 0
 
     def take(self, waits_for: str) -> Any:
         """The next request, on every rank; an `End` where the asking side has ended. Collective.

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from funrl import trees
-from funrl.batch import FIELDS, Batch, as_dict
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import Mesh
@@ -34,11 +32,9 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import greedy_of, greedy_requests, held_shards
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import Engine
-from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.policy import RunEndingError
-from funrl.rollout.remote.digests import compared_greedy, engine_digests
-from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest
+from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, compared_greedy, engine_digests
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
@@ -55,14 +51,12 @@ from funrl.trainer.placement.messages import (
     GroupWork,
     HeldoutEvaluation,
     PoolAnswer,
-    ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
     WrittenGroup,
     WrittenRows,
     baseline_of,
     describe_group,
-    further_fields,
     group_parts,
     own_fields,
     prompts_at,
@@ -219,7 +213,6 @@ class GroupWriter:
         self._next_look = 0.0
         self._next_sign = 0.0
         self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
-        self._idle_since: float | None = None
         self._waited_s = 0.0
 
     @property
@@ -238,10 +231,7 @@ class GroupWriter:
             self._measured = True
         decided = self._decide(answers) if self.resident is not None else None
         turn: ReplicaStep = from_first(decided, self.mesh, "tensor") or ReplicaStep()
-        for number, (fields, further) in turn.rows.items():
-            on_device = trees.map(lambda x: x.to(self.mesh.device), fields)
-            batch = Batch(FIELDS | further if further else FIELDS, **on_device)
-            self._held[number] = rows_of(batch, mesh=self._alone)
+        self._held |= {number: fields.rows(self._alone) for number, fields in turn.rows.items()}
         if turn.weights:
             self.take()
         if turn.request:
@@ -253,13 +243,18 @@ class GroupWriter:
         if self.resident is None:
             follow(self.engine, self.mesh)
             return
-        if self._tasks or self.evaluates:
-            self._rest_s = 0.0
-        else:
-            if not self._rest_s:
-                heartbeat.entered("a request of the trainer ranks")
-            self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s))
+        rests = not self._tasks and not self.evaluates
+        if rests and not self._rest_s:
+            heartbeat.entered("a request of the trainer ranks")
+        self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s)) if rests else 0.0
+        begin = time.monotonic()
         self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s or WRITER_IDLE_S))
+        end = time.monotonic()
+        if rests:
+            self._waited_s += end - begin
+        elif end >= self._next_sign:
+            self._next_sign = end + PROGRESS_S
+            self._board.show_work()
 
     def take(self) -> None:
         """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
@@ -272,20 +267,13 @@ class GroupWriter:
         self._receiver.release()
 
     def take_version(self, version: int) -> None:
-        """Take weights until the engine has a version. Collective over "tensor".
+        """Write groups, and what is left of an evaluation, until the engine has a version. Collective over "tensor".
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
         """
-        if (self.engine.version or 0) < version:
-            self._end_beside(self._evaluation)
-        heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
-            if from_first(self._receiver.arrived() is not None, self.mesh, "tensor"):
-                self.take()
-            else:
-                heartbeat.beat()
-                time.sleep(WRITER_IDLE_S)
-        heartbeat.left()
+            self.turn(None)
+            self.step()
         self._tell_version()
 
     def serve(self, request: object, answers: Answers) -> None:
@@ -296,10 +284,7 @@ class GroupWriter:
         elif isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest):
             self.take_version(request.version)
             if isinstance(request, DigestsRequest):
-                generator = self._generator
-                own = generator.whole if request.base else generator.engine
-                engine = cast(Engine, generator.further[request.model]) if request.model else own
-                answers.answer(engine_digests(engine))
+                answers.answer(engine_digests(self._engine(request)))
             elif isinstance(request, GreedyRequest):
                 answers.answer(self._greedy(request))
             else:
@@ -318,22 +303,20 @@ class GroupWriter:
             return self._send(request)
         if isinstance(request, EpisodesRequest):
             return write_logged(request, self.logged, self.mesh)
-        assert isinstance(request, EndEvaluationRequest | ScoresRequest)
+        assert isinstance(request, EndEvaluationRequest)
         return self._end_evaluation(request)
 
     def load(self, request: LoadRequest) -> None:
         """Take the first weights of an engine. Collective."""
-        generator = self._generator
-        engine = generator.engine
-        plan = generator.to_engine
-        if request.base and generator.base is not None:
-            engine = generator.base.engine
-            plan = generator.base.to_engine
-        if request.model:
-            engine = cast(NativeEngine, generator.further[request.model])
-            plan = generator.to_whole
+        engine = self._engine(request)
+        plan = self._generator.to_whole if request.base or request.model else self._generator.to_engine
         with heartbeat.phase("reshard"):
             engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
+
+    def _engine(self, request: LoadRequest | DigestsRequest) -> Engine:
+        """The engine that a request names."""
+        own = self._generator.whole if request.base else self._generator.engine
+        return cast(Engine, self._generator.further[request.model]) if request.model else own
 
     def _end_beside(self, task: asyncio.Task[_T] | None) -> _T | None:
         """Write groups until a task of the first tensor rank has ended; its result there. Collective over "tensor"."""
@@ -350,12 +333,12 @@ class GroupWriter:
         if self.resident is not None:
             self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
 
-    def _end_evaluation(self, request: EndEvaluationRequest | ScoresRequest) -> HeldoutEvaluation | WrittenRows:
+    def _end_evaluation(self, request: EndEvaluationRequest) -> HeldoutEvaluation | WrittenRows:
         """End the evaluation once this replica's part is written, or have models score its rows first."""
         heldout = self._heldout
         if heldout is None:
             raise RuntimeError("no evaluation has begun")
-        if isinstance(request, ScoresRequest):
+        if request.scores is not None:
             self._held.pop(HELDOUT, None)
             done, rows = self._unscored.pop()
             rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
@@ -436,17 +419,6 @@ class GroupWriter:
             room -= self._requests
             if work.place is not None:
                 heartbeat.at_step(work.place // self._rule.places + 1)
-        self._count_waiting(not self._tasks and not self.evaluates)
-
-    def _count_waiting(self, waits: bool) -> None:
-        """Show that this replica works, and count the time since the last call if it had nothing to write."""
-        now = time.monotonic()
-        if (self._tasks or self.evaluates) and now >= self._next_sign:
-            self._next_sign = now + PROGRESS_S
-            self._board.show_work()
-        if self._idle_since is not None:
-            self._waited_s += now - self._idle_since
-        self._idle_since = now if waits else None
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""
@@ -460,17 +432,10 @@ class GroupWriter:
                 self._board.deliver(self._group(begun, problem=str(error)))
                 continue
             numbers = (work.number, baseline_of(work.number))
-            kept |= {number: self._fields(part.rows) for number, part in zip(numbers, parts, strict=False)}
+            kept |= {n: GroupFields.of(part.rows.batch) for n, part in zip(numbers, parts, strict=False)}
             group = describe_group(self._generation, parts, self._group(work))
             self._board.deliver(group._replace(dropped=dropped))
         return kept
-
-    def _fields(self, rows: Rows) -> GroupFields:
-        """Fields of rows on their way to the other tensor ranks."""
-        fields = as_dict(rows.batch)
-        if self.mesh.size("tensor") > 1:
-            fields = trees.map(lambda x: x.cpu(), fields)
-        return GroupFields(fields, further_fields(rows.batch))
 
     def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""

@@ -50,7 +50,6 @@ from funrl.trainer.placement.messages import (
     GroupPrompt,
     GroupWork,
     JoinedRows,
-    ScoresRequest,
     SendGroupsRequest,
     WrittenGroup,
     WrittenRows,
@@ -123,22 +122,8 @@ class ChosenPrompts(NamedTuple):
         return ChosenPrompts(positions, end), memory, metrics
 
 
-class CollectedGroups(NamedTuple):
-    """Groups that have ended.
-
-    Attributes:
-      groups: by number, in the order of their rows, without the rows.
-      samples: rows of their samples.
-      baselines: rows of their greedy completions or episodes; None: they have none.
-    """
-
-    groups: Mapping[int, WrittenGroup]
-    samples: JoinedRows
-    baselines: JoinedRows | None
-
-
 def collect_groups(groups: Mapping[int, WrittenGroup]) -> tuple[list[tuple[Any, ...]], JoinedRows | None, Any]:
-    """The groups as `plain_group` has them, and `CollectedGroups.samples` and `baselines`; None: the groups have none.
+    """The groups as `plain_group` has them, and rows of their samples and of their baselines; None: they have none.
 
     Args:
       groups: by number; or one that ends the run.
@@ -164,7 +149,6 @@ class GroupGenerators:
       ledger: of the run; None: before the first step, and on ranks other than the first.
       weighed: whether weights choose the prompts of batches ahead; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
-      rewards_baselines: whether models reward greedy completions too, once these are on the trainer ranks.
       places: the ledger as the checkpoint has it. "overtaken" [W - 1] bool: which of the places after the oldest one
         that is not taken are taken. "left" [n]: positions of prompts that were passed over.
     """
@@ -184,8 +168,7 @@ class GroupGenerators:
         self.generating = engine.weights.mesh
         self.show = show
         self.step = 0
-        self._schedule = generation.schedule
-        self._samples = generation.sampling.samples
+        self._generation = generation
         self._rule = rule = ledger_rule(job, generation)
         self.ahead = rule.staleness > 0
         self.refills = not rule.rounds
@@ -202,12 +185,9 @@ class GroupGenerators:
         self._numbers: dict[int, int] = {}  # of the newest group of each place that is not taken
         self._left: list[int] = []  # positions of prompts that a run which has ended passed over
         self._first = 0  # position of the prompt of place 0, where each place has the next one
-        self._greedy = generation.greedy_baseline
         self._rescore = generation.rewards.rescore
-        self._heldout = generation.evaluation.heldout
         self.early = self._rescore is not None or needs_tokens(job, generation)
-        self.rewards_baselines = self._rescore is not None and self._greedy
-        self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
+        self.weighed = self.ahead and self._generation.schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         self._fixed = generation.engine.queue == "fixed" and not self.ahead
@@ -234,7 +214,7 @@ class GroupGenerators:
             return state, {}
         ahead = -(-self._rule.ahead // self._rule.places)
         to_come = range(step, min(step + ahead, steps) + 1)
-        self.chosen, memory, metrics = self.chosen.extended(self._schedule, state["curriculum"], to_come)
+        self.chosen, memory, metrics = self.chosen.extended(self._generation.schedule, state["curriculum"], to_come)
         return {**state, "curriculum": memory}, metrics
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
@@ -329,7 +309,7 @@ class GroupGenerators:
         groups, samples, self._baselines = self._collected(self._ask_for_batch(lost, [] if self.ahead else prompts))
         assert len(groups) == len(places)
         self._newest = tuple(groups)
-        self._rounds.append((self._newest, self._samples))
+        self._rounds.append((self._newest, sampling.samples))
         self._released += self._newest
         if self.ahead:
             replaced = {self._groups[number].work.place: self._groups.pop(number) for number in lost}
@@ -341,7 +321,7 @@ class GroupGenerators:
                 self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         places = np.array([group.work.prompt.index for group in groups.values()])
-        examples = [self._schedule.prompts[place] for place in places.tolist()]
+        examples = [self._generation.schedule.prompts[place] for place in places.tolist()]
         done = joined_rollout(samples, self.generating, self.mesh.device)
         rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
         return SampledPrompts(examples, places, done, self.moved_early(rows, len(places)) if self.early else rows)
@@ -388,7 +368,7 @@ class GroupGenerators:
             positions = [self._first + place for place in places]
         by_batch = self._rule.prompts == 1 and not self.weighed  # with the seeds of a batch that is written at once
         firsts = [p - place % size for p, place in zip(positions, places, strict=True)] if by_batch else positions
-        return prompts_at(self._schedule, positions, firsts)
+        return prompts_at(self._generation.schedule, positions, firsts)
 
     def _take_prompts(self, count: int = 1) -> int:
         """Position of the first of some prompts, which nobody else gets."""
@@ -399,7 +379,7 @@ class GroupGenerators:
         weights = self.engine.version or 0
         numbers = range(self._asked, self._asked + len(places))
         self._asked += len(places)
-        baseline = self.ahead and self._greedy
+        baseline = self.ahead and self._generation.greedy_baseline
         return [GroupWork(*work, weights, baseline) for work in zip(numbers, places, prompts, strict=True)]
 
     def _ask(self, works: Sequence[GroupWork], queue: str = ANY_REPLICA) -> None:
@@ -436,7 +416,7 @@ class GroupGenerators:
             self._rounds.append((tuple(own), 1))
         self._released += baselines.numbers.tolist()
         rows = joined_rows(baselines, self.generating, self.mesh.device, sampling.samples)
-        return self.moved_early(rows, len(places)) if self.rewards_baselines else rows
+        return self.moved_early(rows, len(places)) if self._rescore is not None else rows
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
@@ -474,8 +454,9 @@ class GroupGenerators:
         answer = self._answer(self.requests.post(EndEvaluationRequest()), name)
         if self._rescore is not None:
             rows = remote_rows(answer, origins_of(HELDOUT, answer.owner), self.generating, self.mesh.device)
-            scored = self._rescore(self.moved_early(rows, len(self._heldout)), self._heldout, "eval").batch
-            scores = ScoresRequest(scored.score.cpu(), scored.scores.cpu())
+            heldout = self._generation.evaluation.heldout
+            scored = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval").batch
+            scores = EndEvaluationRequest(scored.score.cpu(), scored.scores.cpu())
             answer = self._answer(self.requests.post(scores), name)
         metrics, samples, table = answer
         self.show.samples(step, samples)
@@ -570,8 +551,11 @@ class GroupGenerators:
             raise RewardError(problem)
         return value
 
-    def _collected(self, numbers: Sequence[int]) -> CollectedGroups:
+    def _collected(self, numbers: Sequence[int]) -> tuple[dict[int, WrittenGroup], JoinedRows, JoinedRows | None]:
         """Some groups that have ended, or else those of the next batch; shows their remarks. Collective.
+
+        Returns: the groups by number, in the order of their rows, without these; rows of their samples, and of their
+          greedy completions or episodes, if they have some.
 
         Raises:
           RewardError: one has failed.
@@ -586,7 +570,7 @@ class GroupGenerators:
             self.show.note(note)
         if samples is None:
             raise RewardError(groups[0].problem or "a group has no rows")
-        return CollectedGroups({group.work.number: group for group in groups}, samples, baselines)
+        return {group.work.number: group for group in groups}, samples, baselines
 
     def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
         """Wait until `look` gives a result on the first rank; None on the others. Collective.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.units import episode_units
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
@@ -210,15 +211,25 @@ class WrittenGroup(NamedTuple):
 
 
 class GroupFields(NamedTuple):
-    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+    """Rows of a group on their way to another process.
 
     Attributes:
-      fields: of the rows.
+      fields: of the rows, on the host.
       further: declarations of fields that are not among `FIELDS`.
     """
 
     fields: dict[str, Value]
     further: dict[str, Field]
+
+    @classmethod
+    def of(cls, batch: Batch) -> GroupFields:
+        """Fields of rows."""
+        return cls(trees.map(lambda x: x.cpu(), as_dict(batch)), further_fields(batch))
+
+    def rows(self, mesh: Mesh) -> Rows:
+        """The rows, on a mesh of this process alone."""
+        fields = trees.map(lambda x: x.to(mesh.device), self.fields)
+        return rows_of(Batch(FIELDS | self.further if self.further else FIELDS, **fields), mesh=mesh)
 
 
 def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
@@ -517,22 +528,17 @@ class BeginEvaluationRequest(NamedTuple):
 
 
 class EndEvaluationRequest(NamedTuple):
-    """End the evaluation that was begun.
+    """End the evaluation that was begun. Its answer is `HeldoutEvaluation`.
 
-    Its answer is `HeldoutEvaluation`. Where models on the trainer ranks score completions it is `WrittenRows` of the
-    group HELDOUT, and `ScoresRequest` follows.
-    """
-
-
-class ScoresRequest(NamedTuple):
-    """End an evaluation with the scores of models. Its answer is `HeldoutEvaluation`.
+    Where models on the trainer ranks score completions, the answer to the first such request is `WrittenRows` of the
+    group HELDOUT, and a second one has their scores.
 
     Attributes:
-      score, scores: fields of all rows.
+      score, scores: fields of all rows; None: models have not scored them.
     """
 
-    score: Tensor
-    scores: Tensor
+    score: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class PoolAnswer(NamedTuple):

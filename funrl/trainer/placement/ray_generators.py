@@ -30,7 +30,7 @@ import cloudpickle
 import numpy as np
 
 from funrl import trees
-from funrl.batch import FIELDS, Batch, as_dict, map_kinds
+from funrl.batch import map_kinds
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import episode_groups
@@ -51,8 +51,7 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.ray.cluster import import_ray, on_this_node
 from funrl.rollout.ray.engine import RayEngine, WeightBucket, pull_weights
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
-from funrl.rollout.remote.digests import EngineDigests, engine_digests
-from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest
+from funrl.rollout.remote.engine import DigestsRequest, EngineDigests, GreedyRequest, engine_digests
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
@@ -69,7 +68,7 @@ from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch, rows_of
+from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch
 
 REST_S = 0.02  # that the engine rests at most while there is nothing to do
 FOLLOWER_S = 5.0  # in which a process that is gone is noticed
@@ -270,7 +269,7 @@ class GeneratorActor:
             return written
         done, rows, _ = written[0]
         numbered = [completion._replace(number=first + completion.number) for completion in done.completions]
-        return done._replace(completions=numbered), group_fields(rows.batch)
+        return done._replace(completions=numbered), messages.GroupFields.of(rows.batch)
 
     async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Complete prompts greedily."""
@@ -340,25 +339,14 @@ def row_bytes(rows: Rows) -> list[np.ndarray]:
     def dumped(number: int, length: int) -> np.ndarray:
         row = own_batch(rows, np.array([number]))
         row = map_kinds(lambda kind, x: kind.fit(x, length) if kind.per_token else x, row)
-        return np.frombuffer(pickle.dumps(group_fields(row), pickle.HIGHEST_PROTOCOL), np.uint8)
+        return np.frombuffer(pickle.dumps(messages.GroupFields.of(row), pickle.HIGHEST_PROTOCOL), np.uint8)
 
     return [dumped(*row) for row in enumerate(rows.lengths.tolist())]
 
 
 def rows_of_bytes(parts: Sequence[np.ndarray], mesh: Mesh) -> Rows:
     """The rows of `row_bytes`, on one rank. There is at least one."""
-    return join_rows([rows_of_fields(pickle.loads(part.data), mesh) for part in parts])
-
-
-def group_fields(batch: Batch) -> messages.GroupFields:
-    """Fields of rows on the host."""
-    return messages.GroupFields(trees.map(lambda x: x.cpu(), as_dict(batch)), messages.further_fields(batch))
-
-
-def rows_of_fields(fields: messages.GroupFields, mesh: Mesh) -> Rows:
-    """The rows of `group_fields`, on one rank."""
-    values = trees.map(lambda x: x.to(mesh.device), fields.fields)
-    return rows_of(Batch(FIELDS | fields.further if fields.further else FIELDS, **values), mesh=mesh)
+    return join_rows([pickle.loads(part.data).rows(mesh) for part in parts])
 
 
 # A function that gives a value on the first rank, None before it is there, and another that makes the answer of it.
@@ -454,9 +442,12 @@ class RayGenerators(GroupGenerators, Requests):
             answer = lambda: True, lambda _: messages.PoolAnswer(write_logged(request, self._logged, Mesh()))
         elif isinstance(request, messages.BeginEvaluationRequest):
             self._evaluated_step = request.step
-            self._heldout_values = self._begin("write_heldout", [(place,) for place in range(len(self._heldout))])
+            self._heldout_values = self._begin(
+                "write_heldout", [(place,) for place in range(len(self._generation.evaluation.heldout))]
+            )
             return -1  # nobody waits for an answer
         else:
+            assert isinstance(request, messages.EndEvaluationRequest)
             answer = self._heldout_values, functools.partial(self._evaluated_by, request)
         self.posted += 1
         self._answers[self.posted] = answer
@@ -556,17 +547,19 @@ class RayGenerators(GroupGenerators, Requests):
             self._link.begin(calls)
         return lambda: [values[n] for n in sorted(values)] if len(values) == len(arguments) else None
 
-    def _evaluated_by(self, request: object, written: Sequence[WrittenHeldout]) -> messages.PoolAnswer:
+    def _evaluated_by(
+        self, request: messages.EndEvaluationRequest, written: Sequence[WrittenHeldout]
+    ) -> messages.PoolAnswer:
         """End an evaluation whose completions are there, or have models score their rows first."""
         groups = [group for group in written if not isinstance(group, str)]
         if len(groups) < len(written):
             return messages.PoolAnswer(None, problem=next(problem for problem in written if isinstance(problem, str)))
         generation = self._evaluation
         samples = generation.evaluation.sampling.samples
-        parts = [rows_of_fields(fields, self._alone) for _, fields in groups]
+        parts = [fields.rows(self._alone) for _, fields in groups]
         done, rows = messages.join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
         done = done._replace(completions=[completion for part, _ in groups for completion in part.completions])
-        if isinstance(request, messages.ScoresRequest):
+        if request.scores is not None:
             del self._rows[messages.HELDOUT]
             rows = rows.with_fields(**{name: x.to(self.mesh.device) for name, x in request._asdict().items()})
         elif self._rescore is not None:
