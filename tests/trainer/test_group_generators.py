@@ -52,7 +52,9 @@ def new_generators(schedule=None, queue="tickets", replicas=1, **rule):
     schedule = schedule or PromptSchedule(PROMPTS, 4)
     generation = Generation(cast(Any, rewarded), schedule, Sampling(), PromptEvaluation((), Sampling()))
     with mock.patch.multiple(groups, ledger_rule=lambda *_: rule, needs_tokens=lambda *_: False):
-        generators = GroupGenerators(cast(Any, None), cast(Any, engine), generation, cast(Any, None))
+        generators = GroupGenerators(
+            cast(Any, None), cast(Any, engine), generation, cast(Any, SimpleNamespace(note=None))
+        )
     generators._board.replicas = replicas
     return generators
 
@@ -293,7 +295,7 @@ def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
     (_, beside) = group_parts(GroupWork(0, 0, prompt, baseline=True), Sampling(samples=3))
     ((sampling, (seed,)),) = group_parts(GroupWork(0, None, asked), Sampling(samples=3))
     assert sampling.greedy and sampling.samples == 1 and seed == request_seed(asked.seed, 2)
-    assert beside.sampling == sampling and beside.seeds == [prompt.baseline_seed]
+    assert beside == (sampling, [prompt.baseline_seed])
 
 
 def test_a_shown_sample_has_the_score_of_its_own_prompt():

@@ -36,6 +36,32 @@ PROGRESS_S = 5.0  # between two signs of progress
 _T = TypeVar("_T")
 
 
+class MethodCall(NamedTuple):
+    """A request to call a method of the answering side.
+
+    Attributes:
+      method: its name.
+      arguments: of it.
+    """
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+class PoolAnswer(NamedTuple):
+    """Answer to a request.
+
+    Attributes:
+      value: as the request says; None where there is a problem.
+      notes: remarks since the answer before.
+      problem: error that ends the run; None without one.
+    """
+
+    value: Any = None
+    notes: Sequence[str] = ()
+    problem: Exception | None = None
+
+
 class End(NamedTuple):
     """The last request.
 
@@ -54,11 +80,13 @@ class Requests:
       mesh: of the asking ranks; this process is one of them.
       pool: name of the answering ranks.
       posted: number of requests.
+      note: receives remarks of answers.
     """
 
     mesh: Mesh
     pool: str = GENERATING
     posted: int = 0
+    note: Callable[[str], None] = lambda text: None
     _kept: int = 0  # number of the oldest request in the store
 
     def post(self, request: object) -> int:
@@ -71,7 +99,7 @@ class Requests:
         return number
 
     def answer(self, number: int, waits_for: str) -> Any:
-        """Wait for the answer to a request, on every rank. Collective.
+        """Wait for the value of the answer to a request, on every rank, and show its remarks. Collective.
 
         Args:
           number: of `post`.
@@ -81,17 +109,22 @@ class Requests:
 
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
+          Exception: `PoolAnswer.problem`.
         """
         key = answer_key(self.pool, number)
         entered(waits_for)
         limit = ProgressLimit(self.mesh.timeout, waits_for, progress_key(self.pool))
         wait_for_keys([key], self.mesh.world, limit)
-        value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
+        value, notes, problem = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         for oldest in range(self._kept, number - KEPT_REQUESTS + 1) if self.mesh.rank == 0 else ():
             remove_value(request_key(self.pool, oldest))
             remove_value(answer_key(self.pool, oldest))
         self._kept = max(self._kept, number - KEPT_REQUESTS + 1)
+        for text in notes:
+            self.note(text)
+        if problem is not None:
+            raise problem
         return value
 
     def ask(self, request: object, waits_for: str) -> Any:
@@ -156,10 +189,10 @@ class Answers:
             if self.mesh.rank == 0:
                 thread.join()
 
-    def answer(self, value: object) -> None:
-        """Answer the newest request. Only the first rank's value counts."""
+    def answer(self, *answer: Any) -> None:
+        """Answer the newest request. Only the first rank's answer counts. Args: fields of a `PoolAnswer`."""
         if self.mesh.rank == 0:
-            write_value(answer_key(self.pool, self.taken - 1), value)
+            write_value(answer_key(self.pool, self.taken - 1), PoolAnswer(*answer))
         beat()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.collectives import from_first_rank, pmax, psum
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.mesh.pools.channel import Requests
+from funrl.mesh.pools.channel import MethodCall, Requests
 from funrl.mesh.pools.transfer import SentWeights, WeightSender
 from funrl.mesh.rules import Layout
 from funrl.models.deployed import DeviceWeights
@@ -143,48 +143,6 @@ def compared_greedy(own: Greedy, mesh: Mesh) -> Greedy:
     return Greedy(first_BS.cpu(), first_logp_BS.cpu(), gap.item())
 
 
-class LoadRequest(NamedTuple):
-    """Take weights by the engine's plan, rank to rank. They follow its answer, which is None.
-
-    Attributes:
-      version: of the weights.
-      base: whether they are the base weights of adapters.
-      model: name of the agents' model whose weights they are; "": they are the policy's.
-    """
-
-    version: int
-    base: bool
-    model: str = ""
-
-
-class DigestsRequest(NamedTuple):
-    """Add up the digests of the weights of a version, held or on their way. Its answer is `EngineDigests`.
-
-    Attributes:
-      version: of the weights.
-      base: whether they are the base weights of adapters.
-      model: as in `LoadRequest`.
-    """
-
-    version: int
-    base: bool
-    model: str = ""
-
-
-class GreedyRequest(NamedTuple):
-    """Complete a text greedily. Its answer is `Greedy`.
-
-    Attributes:
-      prompts: token ids.
-      new_tokens: of each completion.
-      version: of the weights.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    new_tokens: int
-    version: int
-
-
 @dataclasses.dataclass(eq=False)
 class RemoteEngine:
     """An engine of the generating ranks.
@@ -218,7 +176,8 @@ class RemoteEngine:
           version: of the weights.
         """
         # A message from rank to rank waits no longer than --timeout, and rows that are being generated may take longer.
-        self.requests.ask(LoadRequest(version, self.base, self.model), "the generators' rows before new weights")
+        request = MethodCall("load", (version, self.base, self.model))
+        self.requests.ask(request, "the generators' rows before new weights")
         collections.deque(named_weights, maxlen=0)
         self.version = version
 
@@ -252,7 +211,7 @@ class RemoteEngine:
         own = trained_digests(source, self.weights)
         mesh = source.mesh
 
-        request = DigestsRequest(version, self.base, self.model)
+        request = MethodCall("digests", (version, self.base, self.model))
         return RemoteDigests(
             version,
             mesh,
@@ -265,7 +224,7 @@ class RemoteEngine:
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of the engine's first replica. Collective over the trainer ranks."""
-        request = GreedyRequest(prompts, new_tokens, self.version or 0)
+        request = MethodCall("greedy", (self.version or 0, prompts, new_tokens))
         tokens_BS, logp_BS, spread = self.requests.ask(request, "the generators' probe")
         device = self.requests.mesh.device
         return Greedy(tokens_BS.to(device), logp_BS.to(device), spread)

@@ -13,7 +13,7 @@ that none waits for the trainer, which is busy in its update. Nothing here is co
 number of ranks.
 
 Tokens are not delivered: the rows of a group, [b, T], stay with the writer under the group's number until the trainer
-ranks ask for them (`SendGroupsRequest`). Requests come by `Answers`, and weights by a `WeightReceiver`.
+ranks ask for them (`GroupWriter.send_groups`). Requests come by `Answers`, and weights by a `WeightReceiver`.
 """
 
 from __future__ import annotations

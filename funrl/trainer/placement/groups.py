@@ -29,7 +29,7 @@ from funrl.fields import FIELDS
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, wait_until
+from funrl.mesh.pools.channel import PROGRESS_S, MethodCall, ProgressLimit, wait_until
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.mesh.pools.transfer import TransferGroup, WeightSender
 from funrl.processes.heartbeat import beat, entered, left
@@ -44,13 +44,9 @@ from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, WORK_KEY, GroupBoa
 from funrl.trainer.placement.messages import (
     HELDOUT,
     ORIGIN,
-    BeginEvaluationRequest,
-    EndEvaluationRequest,
-    EpisodesRequest,
     GroupPrompt,
     GroupWork,
     JoinedRows,
-    SendGroupsRequest,
     WrittenGroup,
     WrittenRows,
     age_metrics,
@@ -76,7 +72,6 @@ from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, Sa
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
-from funrl.trainer.storage.shard_server import CheckpointError
 
 GENERATORS = 0  # owner of all places in the ledger: a generator rank that is lost ends the run
 
@@ -164,6 +159,7 @@ class GroupGenerators:
         """
         self.engine = engine
         self.requests = engine.requests
+        self.requests.note = show.note
         self.mesh = engine.requests.mesh
         self.generating = engine.weights.mesh
         self.show = show
@@ -178,7 +174,7 @@ class GroupGenerators:
         self._newest: tuple[int, ...] = ()  # those that came last
         self._baselines: JoinedRows | None = None  # of these
         self._lost: list[int] = []  # those that the filter has dropped, and nothing has replaced
-        self._rounds: list[tuple[Sequence[int], int]] = []  # of the step, as an `EpisodesRequest` has them
+        self._rounds: list[tuple[Sequence[int], int]] = []  # of the step, as `write_logged` takes them
         self._released: list[int] = []  # groups whose rows nobody asks for any more
         self._unlogged: list[int] = []  # and those whose episodes nobody does
         self._asked = 0  # groups of all steps
@@ -445,23 +441,22 @@ class GroupGenerators:
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
-        self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
+        self.requests.post(MethodCall("begin_evaluation", (self.engine.version or 0, step)))
         return lambda: self._evaluated(step)
 
     def _evaluated(self, step: int) -> dict[str, float]:
         """Metrics of the evaluation after a step, whose completions models score on the trainer ranks."""
         name = f"the generators' evaluation after step {step}"
-        answer = self._answer(self.requests.post(EndEvaluationRequest()), name)
+        answer = self.requests.ask(MethodCall("end_evaluation"), name)
         if self._rescore is not None:
             rows = remote_rows(answer, origins_of(HELDOUT, answer.owner), self.generating, self.mesh.device)
             heldout = self._generation.evaluation.heldout
             scored = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval").batch
-            scores = EndEvaluationRequest(scored.score.cpu(), scored.scores.cpu())
-            answer = self._answer(self.requests.post(scores), name)
+            answer = self.requests.ask(MethodCall("end_evaluation", (scored.score.cpu(), scored.scores.cpu())), name)
         metrics, samples, table = answer
         self.show.samples(step, samples)
         self.show.evaluated(table)
-        return dict(metrics)
+        return metrics
 
     def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch that was written ahead, as a log has them: fields of `LoggedGroup`.
@@ -488,11 +483,8 @@ class GroupGenerators:
         Raises:
           CheckpointError: one of them cannot write.
         """
-        request = EpisodesRequest(str(folder.absolute()), self._rounds)
-        files = self._answer(self.requests.post(request), "the generators' episodes")
-        if files.problem:
-            raise CheckpointError(files.problem)
-        return files.nbytes
+        request = MethodCall("write_episodes", (str(folder.absolute()), self._rounds))
+        return self.requests.ask(request, "the generators' episodes")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
@@ -536,20 +528,11 @@ class GroupGenerators:
         """
         released, self._released = self._released, []
         unlogged, self._unlogged = self._unlogged, []
-        number = self.requests.post(SendGroupsRequest(origins, rows.owner, rows.lengths, to, released, unlogged))
-        way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
-        own = receive_rows(*own_fields(rows.batch), way)
-        self._answer(number, "the generators' rows")
+        way = rows.lengths, rows.owner, to
+        number = self.requests.post(MethodCall("send_groups", (origins, way, released, unlogged)))
+        own = receive_rows(*own_fields(rows.batch), Handover(*way, source=rows.mesh, target=mesh))
+        self.requests.answer(number, "the generators' rows")
         return own
-
-    def _answer(self, number: int, waits_for: str) -> Any:
-        """The value of an answer, after its remarks have been shown. Raises: RewardError."""
-        value, notes, problem = self.requests.answer(number, waits_for)
-        for note in notes:
-            self.show.note(note)
-        if problem is not None:
-            raise RewardError(problem)
-        return value
 
     def _collected(self, numbers: Sequence[int]) -> tuple[dict[int, WrittenGroup], JoinedRows, JoinedRows | None]:
         """Some groups that have ended, or else those of the next batch; shows their remarks. Collective.

@@ -109,12 +109,12 @@ def serve_role(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
                 with heartbeat.phase(f"score_{name}"):
                     rows = compute(rows, request.examples)
             except RewardError as error:  # on every rank of the role
-                answers.answer(RowsAnswer(rows.owner, {}, {}, show.take().notes, str(error)))
+                answers.answer(None, show.take().notes, RewardError(str(error)))
                 continue
             fields = {field: x for field, x in as_dict(rows.batch).items() if field not in given}
             known = {field: fields.pop(field).cpu() for field in list(fields) if schema[field].kind.everywhere}
             kinds = row_field_kinds(schema, fields)
-            answers.answer(RowsAnswer(rows.owner, known, line_forms(fields, kinds), show.take().notes))
+            answers.answer(RowsAnswer(rows.owner, known, line_forms(fields, kinds)), show.take().notes)
             if fields:
                 send_rows(fields, kinds, Handover(request.lengths, rows.owner, request.owner, own, training))
     return request.result
