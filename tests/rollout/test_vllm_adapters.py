@@ -30,7 +30,7 @@ from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.load_digest import adapted_digest, tree_digest
 from funrl.rollout.native.engine import native_engine
-from funrl.rollout.remote.digests import trained_digests
+from funrl.rollout.remote.engine import trained_digests
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.adapters import vllm_adapter_problem

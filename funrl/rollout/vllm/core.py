@@ -22,7 +22,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.own_world import as_whole_world
+from funrl.mesh.own_world import as_whole_world
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields
 from funrl.models.model import Model

@@ -235,12 +235,11 @@ def rows_of_episodes(
     ]
     tokens = _fields_of(flat, spans, form, mesh.device)
     columns = {
-        "length": torch.tensor([path.length for _, path in flat], dtype=torch.int64, device=mesh.device),
-        "agent": torch.tensor(
-            [form.agents.index(path.trajectory.agent) for _, path in flat], dtype=torch.int64, device=mesh.device
-        ),
+        "length": [path.length for _, path in flat],
+        "agent": [form.agents.index(path.trajectory.agent) for _, path in flat],
     }
-    everywhere = gather_table(columns, owner_B, mesh, axes=mesh.row_axes)
+    tensors = {name: torch.tensor(x, dtype=torch.int64, device=mesh.device) for name, x in columns.items()}
+    everywhere = gather_table(tensors, owner_B, mesh, axes=mesh.row_axes)
     episode_B = torch.from_numpy(np.repeat(np.arange(count), row_counts_E)).to(mesh.device)
     reward_B = table.reward[episode_B, everywhere["agent"]]
     batch = Batch(

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.batch import TOKEN_INT, Batch, declare
 from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.data.processors.form import PictureForm
@@ -397,7 +399,10 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     length_R = prompt_P.repeat_interleave(samples) + done.lengths
     prompts = [examples[number // samples] for number in done.own.tolist()]
     spans = [
-        [Span(prompt.tokens), Span(x.tokens, _numbers(x), x.routes, x.kept)]
+        [
+            Span(prompt.tokens),
+            Span(x.tokens, SampledNumbers(x.raw_logp, x.sampling_logp, x.versions, x.digests), x.routes, x.kept),
+        ]
         for prompt, x in zip(prompts, done.completions, strict=True)
     ]
     scored = done.scores.shape[1] > 0
@@ -488,10 +493,6 @@ def with_source_numbers(batch: Batch, examples: Sequence[Example], form: RowForm
     return batch
 
 
-def _numbers(done: Completion) -> SampledNumbers:
-    return SampledNumbers(done.raw_logp, done.sampling_logp, done.versions, done.digests)
-
-
 def with_kept(rows: Rows, own: Sequence[Sequence[Span]], device: torch.device) -> Rows:
     """Rows with the tokens that could be sampled at each of their trained tokens.
 
@@ -503,21 +504,25 @@ def with_kept(rows: Rows, own: Sequence[Sequence[Span]], device: torch.device) -
     """
     empty = torch.zeros(0, dtype=TOKEN_INT)
     counts = torch.zeros(_shape_of(own), dtype=TOKEN_INT)
-    lines = []
-    for row, spans in zip(counts, own, strict=True):
-        ids = [empty]
+    ids = [[empty] for _ in own]
+    for row, begin, span in _placed_spans(own):
+        if span.numbers is None:
+            continue
+        if span.kept is None:
+            raise ValueError("the engine has not recorded what it could have sampled: record_kept=True")
+        counts[row, begin : begin + len(span.tokens)] = span.kept.counts_N
+        ids[row].append(span.kept.ids_M)
+    kept = Ragged(*(x.to(device) for x in ragged(list(map(torch.cat, ids)), empty)))
+    return rows.declaring(KEPT_FIELDS).with_fields(kept=kept, kept_counts=counts.to(device))
+
+
+def _placed_spans(rows: Sequence[Sequence[Span]]) -> Iterator[tuple[int, int, Span]]:
+    """Yield each span with the number of its row and the place of its first token."""
+    for row, spans in enumerate(rows):
         begin = 0
         for span in spans:
-            end = begin + len(span.tokens)
-            if span.numbers is not None:
-                if span.kept is None:
-                    raise ValueError("the engine has not recorded what it could have sampled: record_kept=True")
-                row[begin:end] = span.kept.counts_N
-                ids.append(span.kept.ids_M)
-            begin = end
-        lines.append(torch.cat(ids))
-    kept = Ragged(*(x.to(device) for x in ragged(lines, empty)))
-    return rows.declaring(KEPT_FIELDS).with_fields(kept=kept, kept_counts=counts.to(device))
+            yield row, begin, span
+            begin += len(span.tokens)
 
 
 def _shape_of(rows: Sequence[Sequence[Span]]) -> tuple[int, int]:
@@ -538,46 +543,40 @@ def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.de
     rollout_logp = torch.zeros(shape, dtype=form.dtype)
     version = torch.zeros(shape, dtype=TOKEN_INT)
     routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
-    for row, spans in enumerate(rows):
-        begin = 0
-        for span in spans:
-            here = slice(begin, begin + len(span.tokens))
-            tokens[row, here] = torch.as_tensor(span.tokens, dtype=TOKEN_INT)
-            if span.numbers is not None:
-                mask[row, here] = True
-                rollout_logp[row, here] = span.numbers.raw_logp if form.raw else span.numbers.sampling_logp
-                version[row, here] = torch.as_tensor(span.numbers.versions, dtype=TOKEN_INT)
-            if span.routes is not None and form.choices:
-                routes[row, : len(span.routes)] = span.routes.to(TOKEN_INT)
-            begin = here.stop
-    fields = {"tokens": tokens, "mask": mask, "rollout_logp": rollout_logp}
+    for row, begin, span in _placed_spans(rows):
+        here = slice(begin, begin + len(span.tokens))
+        tokens[row, here] = torch.as_tensor(span.tokens, dtype=TOKEN_INT)
+        if span.numbers is not None:
+            mask[row, here] = True
+            rollout_logp[row, here] = span.numbers.raw_logp if form.raw else span.numbers.sampling_logp
+            version[row, here] = torch.as_tensor(span.numbers.versions, dtype=TOKEN_INT)
+        if span.routes is not None and form.choices:
+            routes[row, : len(span.routes)] = span.routes.to(TOKEN_INT)
+    fields: dict[str, Any] = {"tokens": tokens, "mask": mask, "rollout_logp": rollout_logp}
     if form.versions:
         fields["version"] = version
     if form.choices:
         fields["routes"] = routes
-    on_device: dict[str, Any] = {name: x.to(device) for name, x in fields.items()}
     if form.digests:
-        on_device["digests"] = Ragged(*(x.to(device) for x in digest_lines(rows)))
-    return on_device
+        fields["digests"] = digest_lines(rows)
+    return trees.map(lambda x: x.to(device), fields)
 
 
 def digest_lines(rows: Sequence[Sequence[Span]]) -> Ragged:
     """First token, version and digest of each run of tokens of one digest, of this rank's rows."""
     runs = [np.zeros((0, 3), np.int64)]
     counts = np.zeros(len(rows), np.int64)
-    for row, spans in enumerate(rows):
-        begin = 0
-        for span in spans:
-            if span.numbers is not None:
-                if span.numbers.digests is None:
-                    raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
-                versions = span.numbers.versions.numpy()
-                digests = span.numbers.digests.numpy()
-                changed = (versions[1:] != versions[:-1]) | (digests[1:] != digests[:-1])
-                first = np.flatnonzero(np.append(True, changed)[: len(digests)])
-                runs.append(np.stack([begin + first, versions[first], digests[first]], 1))
-                counts[row] += len(first)
-            begin += len(span.tokens)
+    for row, begin, span in _placed_spans(rows):
+        if span.numbers is None:
+            continue
+        if span.numbers.digests is None:
+            raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
+        versions = span.numbers.versions.numpy()
+        digests = span.numbers.digests.numpy()
+        changed = (versions[1:] != versions[:-1]) | (digests[1:] != digests[:-1])
+        first = np.flatnonzero(np.append(True, changed)[: len(digests)])
+        runs.append(np.stack([begin + first, versions[first], digests[first]], 1))
+        counts[row] += len(first)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return Ragged(torch.from_numpy(np.concatenate(runs)), torch.from_numpy(offsets))
 
@@ -595,9 +594,7 @@ def first_texts(
     mine = [i for i, number in enumerate(numbers) if number in own]
     some = [done.completions[place].written for place in np.searchsorted(own, [numbers[i] for i in mine])]
     own_texts = dict(zip(mine, completion_texts(some, decode, [before[i] for i in mine]), strict=True))
-    texts: dict[int, str] = {}
-    for others in collectives.gather_objects(own_texts, done.mesh):
-        texts |= others
+    texts = ChainMap(*collectives.gather_objects(own_texts, done.mesh))
     return [texts[i] for i in range(len(numbers))]
 
 

@@ -24,9 +24,8 @@ from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, moved
 from funrl.trainer.storage.row_shards import HeldRows
 
-SKIPPED = (
-    "filter_groups/skipped"  # metric of a source: 1 if the filter kept nothing, so that the step trains on nothing
-)
+# Metric of a source: 1 if the filter kept nothing, so that the step trains on nothing.
+SKIPPED = "filter_groups/skipped"
 EMPTY = "episodes/skipped"  # the same where no episode could be trained on, so that there is no row
 
 

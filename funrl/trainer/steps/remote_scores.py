@@ -25,7 +25,6 @@ from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
 from funrl.mesh.pools.handover import Handover, LineForm, blank_fields, line_forms, receive_rows, send_rows
 from funrl.models.weight_dtypes import weight_dtypes
-from funrl.rewards.call import RewardError
 from funrl.trainer.steps.micro import row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import seen_rows, unwritten_fields
@@ -63,15 +62,11 @@ class RowsAnswer(NamedTuple):
       owner: [B] the rank of the role that has each row, by its index over the row axes of its mesh.
       known: its own fields whose kind is `everywhere`, such as scores.
       lines: form of the lines of each other field, which follow.
-      notes: remarks.
-      problem: message of the `RewardError` that ends the run; None without one.
     """
 
     owner: np.ndarray
     known: Mapping[str, Tensor]
     lines: Mapping[str, LineForm]
-    notes: Sequence[str] = ()
-    problem: str | None = None
 
 
 class RemoteRole:
@@ -153,11 +148,8 @@ class RemoteRewards(RemoteRole):
         prompts = np.diff(np.arange(ranks + 1) * len(examples) // ranks)  # of each rank
         to = np.repeat(np.arange(ranks), prompts * (len(rows.owner) // len(examples)))
         self.send(rows, REWARD_FIELDS, to, known=known, examples=examples)
+        self.requests.note = note
         rows, answer = self.receive(rows)
-        for line in answer.notes:
-            note(line)
-        if answer.problem is not None:
-            raise RewardError(answer.problem)
         part_B, column_B1 = (answer.known[name].to(self.training.device) for name in ("score", "scores"))
         return rows.with_fields(
             score=part_B if before is None else before + part_B,
