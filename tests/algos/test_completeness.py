@@ -91,9 +91,6 @@ TESTED = {  # name: the test that would fail if it were wrong
     "choose_rows": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
     "units_of_copies": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
     "first_of_equal": "test_forks.py::test_a_fork_changes_no_loss",
-    "by_source": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
-    "rows_of_objective": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
-    "some_across": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
     "sum_of_earlier_rows": "test_forks.py::test_a_fork_changes_no_recipe",
     "episode_fields": "test_episodes.py::test_the_number_of_a_unit_goes_with_a_correction_of_the_mask",
 }
