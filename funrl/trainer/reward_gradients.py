@@ -117,10 +117,10 @@ class Explainer(NamedTuple):
         return metrics
 
     def _compare(self, part: trees.Tree, whole: trees.Tree) -> Comparison:
-        stored, mesh = self.role.stored, self.role.placed.mesh
-        dot = global_dot(part, whole, stored, mesh).item()
-        norm = global_norm(part, stored, mesh).item()
-        whole_norm = global_norm(whole, stored, mesh).item()
+        mesh = self.role.placed.mesh
+        dot = global_dot(part, whole, self.role.stored, mesh).item()
+        norm = global_norm(part, self.role.stored, mesh).item()
+        whole_norm = global_norm(whole, self.role.stored, mesh).item()
         return Comparison(norm, dot / (norm * whole_norm or 1.0), dot / (whole_norm**2 or 1.0))
 
     def _groups(self, pass_: _Pass, whole: trees.Tree, rows: Rows) -> Iterator[GroupGradient]:
@@ -160,7 +160,9 @@ class _Pass(NamedTuple):
         epoch = plan_epoch(rows.lengths, rows.mesh, self.plan, units=units)
         rows = moved(rows, epoch.to, rows.mesh)
         most = sizes_of(rows.lengths, self.plan.token_budget, token_ranks(rows.mesh), together=units.together)[1]
-        update = RoleUpdate("explanation", self.name, role, rows, epoch.parts[0], epoch.packings[0], most)
+        update = RoleUpdate(
+            "explanation", self.name, role, rows, part=epoch.parts[0], packing=epoch.packings[0], most_rows=most
+        )
         return gradient(role, self.params, MicroBatches(update), self.total.denominators, self.frozen).tree
 
 
