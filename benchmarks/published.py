@@ -128,20 +128,25 @@ class Program(NamedTuple):
     host_s: float = 0.0
 
 
-# What prime-rl moves by operators one by one, counted in its code: log-probabilities in float32 by blocks of 8,192
-# columns (lm_head.py), 116 bytes a logit forward and backward, of which funrl moves about 36; and for each result of an
-# adapted product, scaled and added in float32 (multi_linear.py), 24 bytes in each of three passes.
+# What prime-rl moves beyond funrl, counted in its code of January 2026. Log-probabilities in float32 go by blocks of
+# 8,192 columns, one operator after the other (lm_head.py): 116 bytes a logit forward and backward, where funrl moves
+# about 36. Its benchmarks compile layers, but an adapted product (multi_linear.py) ends a graph at its assertion and at
+# `repeat_interleave`, as torch 2.13 shows: one kernel scales the adapter's 16-bit result and adds it, 4 bytes beyond
+# funrl in each of two forward passes, one scales its gradient, 4 bytes, and the gate, a third of the results, is two
+# kernels instead of one, 14 bytes.
 LOGIT_TRAFFIC = 80
-ADAPTER_TRAFFIC = 72
+ADAPTER_TRAFFIC = 16
 ADAPTERS = 4  # of its benchmark's runs
+# Of supervised runs it holds float32 logits (its `out` lives on), log-probabilities and two gradients, 16 bytes a logit.
+# The 16-bit logits, freed before, leave 2 bytes of reserved memory that none of these fits into.
 # Its layers of experts (moe.py of January 2026) weight each routed row in float32 by operators one by one. In the
 # backward pass the row, its gradient and two products of these are held, 16 bytes a number with the row's gradient of
 # 16 bits where funrl holds 4. Passes over them move 20 bytes in each of two forward passes and 38 backward, where funrl
 # moves about 18.
 ROUTED_BYTES = 12
 ROUTED_TRAFFIC = 60
-HOST_S = 0.65  # of a step of its RL trainer, fitted
-PRIME_SFT = Program(logit_bytes=16, keeps_table=True, routed_bytes=ROUTED_BYTES, routed_traffic=ROUTED_TRAFFIC)
+HOST_S = 0.75  # of a step of its RL trainer, fitted
+PRIME_SFT = Program(logit_bytes=18, keeps_table=True, routed_bytes=ROUTED_BYTES, routed_traffic=ROUTED_TRAFFIC)
 PRIME_RL = PRIME_SFT._replace(
     logit_bytes=0,
     logit_traffic=LOGIT_TRAFFIC,
