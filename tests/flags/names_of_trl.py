@@ -163,7 +163,11 @@ OF_TRL = {
     "lora_modules_to_save": ("grpo", {"lora_modules_to_save": ["lm_head"]}, STOPS),
     "use_rslora": ("grpo", {"use_rslora": True}, STOPS),
     "use_dora": ("grpo", {"use_dora": True}, STOPS),
-    "load_in_4bit": ("grpo", {"load_in_4bit": True}, STOPS),
+    "load_in_4bit": (
+        "grpo",
+        {"load_in_4bit": True, "use_peft": True, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
+        {"lora_rank": "16", "lora_targets": "all-linear", "base_format": "nf4"},
+    ),
     "load_in_8bit": ("grpo", {"load_in_8bit": True}, STOPS),
     "average_tokens_across_devices": ("sft", {"average_tokens_across_devices": False}, STOPS),
     "cast_lm_head_to_fp32": ("grpo", {"cast_lm_head_to_fp32": True}, STOPS),
