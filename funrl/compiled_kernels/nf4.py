@@ -47,9 +47,9 @@ class Nf4Weight(NamedTuple):
       dtype: in which it is computed with.
 
     Example:
-      >>> weight = quantize_nf4(torch.tensor([[-2.0] * 32 + [1.0] * 32]), 1)  # doctest: +SKIP
-      >>> weight.scales.tolist(), weight.plain[0, [0, 63]].tolist()  # doctest: +SKIP
-      ([[2.0]], [-2.0, 0.8814...])
+      >>> weight = Nf4Weight(torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1), torch.float32)
+      >>> weight.shape  # 64 numbers a row, in 32 bytes and a scale
+      torch.Size([4, 64])
     """
 
     codes: Tensor
