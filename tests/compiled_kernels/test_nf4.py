@@ -77,7 +77,7 @@ def test_products_and_gradients_are_those_of_the_values(dtype):
         assert torch.equal(torch.cat(alone).view(out.shape), out)  # as a pass that decodes one token
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_whole_matrix_waits_for_the_backward_pass(compiled, monkeypatch):
     monkeypatch.setattr("funrl.compiled_kernels.exact.dispatch.has_kernels", lambda: True)
     rounded = quantize_nf4(draw(256, 256), 1)
