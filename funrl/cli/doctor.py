@@ -27,6 +27,7 @@ OPTIONAL = {
     "vllm": "--engine=vllm",
     "flash-attn": "faster attention on CUDA",
     "flash-attn-4": "faster attention on Hopper and Blackwell",
+    "bitsandbytes": "--base_format=nf4",
     "math-verify": "--reward=math, --reward=boxed",
     "jsonschema": "--reward=json",
     "datasets": "parquet files, cached and saved datasets",

@@ -14,8 +14,10 @@ import functools
 import importlib
 import logging
 import math
+import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from types import ModuleType
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ NF4_CODES = "_codes"  # behind the name of a matrix, that of its 4-bit numbers
 NF4_SCALES = "_scales"
 NF4_DTYPES = {NF4_CODES: torch.uint8, NF4_SCALES: torch.float32}
 NF4_LIBRARY = "bitsandbytes"
+_HUB = "kernels"  # the package that downloads compiled code
 _EXPANDED = (torch.float32, torch.bfloat16, torch.float16)  # by the library
 _WIDEST_STEP = 0.16  # half the distance of neighbouring levels, in scales, is below it
 
@@ -44,9 +47,9 @@ class Nf4Weight(NamedTuple):
       dtype: in which it is computed with.
 
     Example:
-      >>> weight = quantize_nf4(torch.tensor([[-2.0] * 32 + [1.0] * 32]), 1)  # doctest: +SKIP
-      >>> weight.scales.tolist(), weight.plain[0, [0, 63]].tolist()  # doctest: +SKIP
-      ([[2.0]], [-2.0, 0.8814...])
+      >>> weight = Nf4Weight(torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1), torch.float32)
+      >>> weight.shape  # 64 numbers a row, in 32 bytes and a scale
+      torch.Size([4, 64])
     """
 
     codes: Tensor
@@ -151,9 +154,17 @@ def _nf4_error(device: str) -> float:
 
 @functools.cache
 def _library() -> None:
-    """Import the library, which registers its operators; kernels that it looks for and does not find are not used."""
+    """Import the library, which registers its operators."""
     logging.getLogger(f"{NF4_LIBRARY}.backends.cpu.ops").setLevel(logging.ERROR)
-    importlib.import_module(NF4_LIBRARY)
+    modules = cast(dict[str, ModuleType | None], sys.modules)
+    hub = modules.get(_HUB)
+    modules[_HUB] = None  # the library would download further kernels by it, which nothing here calls
+    try:
+        importlib.import_module(NF4_LIBRARY)
+    finally:
+        modules.pop(_HUB)
+        if hub is not None:
+            modules[_HUB] = hub
 
 
 def _multiply(x_MK: Tensor, codes_NC: Tensor, scales: Tensor) -> Tensor:

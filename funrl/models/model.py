@@ -415,7 +415,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """How many numbers its weights are, in whatever form they are stored."""
+        """Number of its weights, in whatever form they are stored."""
         return trees.count((self.whole or self).shapes)
 
     @property

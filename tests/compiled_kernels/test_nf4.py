@@ -1,10 +1,13 @@
 """Matrices in 4 bits: the library's bits beside loops over the 16 levels, products, gradients, and what is kept."""
 
 import importlib.util
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+from funrl.compiled_kernels import nf4
 from funrl.compiled_kernels.nf4 import NF4_BLOCK, Nf4Weight, can_quantize_nf4, nf4_linear, nf4_problem, quantize_nf4
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs funrl[nf4]")
@@ -74,7 +77,7 @@ def test_products_and_gradients_are_those_of_the_values(dtype):
         assert torch.equal(torch.cat(alone).view(out.shape), out)  # as a pass that decodes one token
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_whole_matrix_waits_for_the_backward_pass(compiled, monkeypatch):
     monkeypatch.setattr("funrl.compiled_kernels.exact.dispatch.has_kernels", lambda: True)
     rounded = quantize_nf4(draw(256, 256), 1)
@@ -94,3 +97,29 @@ def test_no_whole_matrix_waits_for_the_backward_pass(compiled, monkeypatch):
 def test_a_device_without_code_of_the_library_has_a_reason():
     assert nf4_problem("cpu") is None
     assert nf4_problem("meta").startswith("bitsandbytes has no NF4 on meta: ")
+
+
+def test_the_library_downloads_no_kernels(monkeypatch):
+    hub, seen = ModuleType("kernels"), []
+    monkeypatch.setattr(nf4.importlib, "import_module", lambda name: seen.append((name, sys.modules["kernels"])))
+    monkeypatch.setitem(sys.modules, "kernels", hub)
+    nf4._library.__wrapped__()
+    assert seen == [("bitsandbytes", None)] and sys.modules["kernels"] is hub
+    del sys.modules["kernels"]
+    nf4._library.__wrapped__()
+    assert "kernels" not in sys.modules
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_rounds_and_multiplies(dtype):
+    assert nf4_problem("cuda") is None
+    weight = quantize_nf4(draw(48, 128, dtype=dtype).cuda(), 1)
+    on_cpu = Nf4Weight(weight.codes.cpu(), weight.scales.cpu(), dtype)
+    torch.testing.assert_close(weight.plain.cpu(), on_cpu.plain, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    x = draw(5, 128, dtype=dtype, seed=1).cuda().requires_grad_()
+    outs = [nf4_linear(x, weight), torch.nn.functional.linear(x, weight.plain)]
+    grads = [torch.autograd.grad(out.sum(), x)[0] for out in outs]
+    for own, expected in (outs, grads):
+        torch.testing.assert_close(own, expected, rtol=0, atol=0.25 if dtype == torch.bfloat16 else 0.05)

@@ -93,7 +93,7 @@ def test_a_base_of_8_billion_in_4_bits_takes_5_instead_of_16_gigabytes(tmp_path)
     flags = {"model": write_config(tmp_path, **sizes, intermediate_size=14336, vocab_size=32000), "dtype": "bfloat16"}
     forms = {"auto": None, "nf4": None}
     for form in forms:
-        job = plain("grpo", **flags, **LORA, base_format=form, token_budget=1024)
+        job = plain("grpo", **flags, **LORA, base_format=form, token_budget=1024, dry_run=True)
         forms[form] = dry_run.estimate(job, 8, H100)
     layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
     others = 2 * (2 * 32000 * 4096 + 65 * 4096)

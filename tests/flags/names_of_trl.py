@@ -2,6 +2,7 @@
 
 from names_of_verl import STOPS
 
+IN_4_BITS = {"load_in_4bit": True, "use_peft": True, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 # name: (trainer, what is given, flags of the whole file, or STOPS where this name has no equal); {}: the file is as it
 # is without the name
 OF_TRL = {
@@ -163,7 +164,13 @@ OF_TRL = {
     "lora_modules_to_save": ("grpo", {"lora_modules_to_save": ["lm_head"]}, STOPS),
     "use_rslora": ("grpo", {"use_rslora": True}, STOPS),
     "use_dora": ("grpo", {"use_dora": True}, STOPS),
-    "load_in_4bit": ("grpo", {"load_in_4bit": True}, STOPS),
+    "load_in_4bit": (
+        "grpo",
+        IN_4_BITS | {"bnb_4bit_quant_type": "nf4"},
+        {"lora_rank": "16", "lora_targets": "all-linear", "base_format": "nf4"},
+    ),
+    "bnb_4bit_quant_type": ("grpo", IN_4_BITS | {"bnb_4bit_quant_type": "fp4"}, STOPS),
+    "use_bnb_nested_quant": ("grpo", IN_4_BITS | {"use_bnb_nested_quant": True}, STOPS),
     "load_in_8bit": ("grpo", {"load_in_8bit": True}, STOPS),
     "average_tokens_across_devices": ("sft", {"average_tokens_across_devices": False}, STOPS),
     "cast_lm_head_to_fp32": ("grpo", {"cast_lm_head_to_fp32": True}, STOPS),

@@ -158,7 +158,7 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
         ("grpo", "--lora_target_modules=['q_proj','v_proj']", "write --lora_targets=q_proj,v_proj"),
         ("grpo", "--dataset_test_split=test", "a split is a part of the dataset's name: --eval_data=NAME:test"),
         ("sft", "--dataset_train_split=t", "a split is a part of the dataset's name: --data=NAME:t"),
-        ("grpo", "--load_in_4bit", "weights are not quantized; --lora_rank"),
+        ("grpo", "--load_in_8bit", "whole weights are not quantized, the base of adapters is: --base_format=nf4"),
         ("grpo", "--trust_remote_code=true", "is never run; --model_code=hf"),
         (
             "grpo",

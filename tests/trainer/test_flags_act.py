@@ -80,6 +80,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "router_bias_rate": "trainer/test_router_bias.py::test_an_uneven_router_becomes_even",
     "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "sequence_parallel": "trainer/test_layouts.py::test_flags_that_cannot_work_are_refused",
+    "base_format": "trainer/test_nf4_runs.py::test_the_engine_shares_the_base_and_samples_what_the_trainer_scores",
     "adapter": "cli/test_adapter_models.py::test_a_run_goes_on_with_an_adapter",
     "save_dtype": "trainer/test_save_dtype.py::test_a_model_is_saved_as_it_came_or_as_the_flag_says",
     "grad_reduce_dtype": "trainer/test_layouts.py::"

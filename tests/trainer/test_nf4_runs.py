@@ -56,7 +56,7 @@ def begin_on_values(compose, **settings):
     return run, sync(run.parts, state, frozen=run.frozen)
 
 
-@pytest.mark.parametrize("compose", [functools.partial(GRPO, kl_coef=0.05), PPO])
+@pytest.mark.parametrize("compose", [functools.partial(GRPO, kl_coef=0.05), pytest.param(PPO, marks=pytest.mark.slow)])
 def test_training_is_that_on_the_values_of_the_base(compose):
     runs = [begin(small_job(compose, **NF4), single()), begin_on_values(compose)]
     states = [state for _, state in runs]
@@ -114,7 +114,7 @@ def test_a_row_that_another_base_sampled_ends_the_run(monkeypatch):
     assert len(observer.steps) == 1
 
 
-@pytest.mark.parametrize("engine", ["hf", "native"])
+@pytest.mark.parametrize("engine", [pytest.param("hf", marks=pytest.mark.slow), "native"])
 def test_whole_weights_are_merged_from_the_values(engine):
     targets = {"lora_targets": "q_proj"} if engine == "hf" else {}
     run, state = begin(small_job(GRPO, **NF4, **targets, engine=engine, dtype="float32"), single())
@@ -139,6 +139,7 @@ def run_to_end(folder, **settings):
     return observer
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_and_its_export_is_its_model(tmp_path):
     ended = run_to_end(tmp_path / "checkpoints", keep_checkpoints=3)
     assert not any("_codes" in name for name in recorded(complete_checkpoints(tmp_path / "checkpoints")[2]).arrays)

@@ -237,7 +237,10 @@ lora_r | | lora_rank={} | TRL's defaults are a rank of 16 and an alpha of 32
 lora_alpha | | lora_alpha={}
 lora_dropout | | only 0 | adapters have no dropout here; leave it out
 lora_target_modules | !=none | lora_targets={list}
-load_in_4bit load_in_8bit | | only false | weights are not quantized; --lora_rank, --remat and --offload save memory
+load_in_4bit | ? use_peft? | base_format=nf4 | of the projections in the layers, on one device
+load_in_4bit load_in_8bit | | only false | whole weights are not quantized, the base of adapters is: --base_format=nf4
+bnb_4bit_quant_type | load_in_4bit? | only nf4 | its levels are those of NF4
+use_bnb_nested_quant | load_in_4bit? | only false | scales of blocks stay in float32
 average_tokens_across_devices | | only true | tokens are counted over all devices
 router_aux_loss_coef | | only none | TRL's is of each micro-batch; --router_aux_coef is of the step
 shuffle_dataset | !sft | only true | prompts and texts come in a shuffled order, by --seed
