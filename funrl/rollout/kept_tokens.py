@@ -11,6 +11,7 @@ from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilitie
 from funrl.compiled_kernels.linear_logprob import TokenScores
 from funrl.compiled_kernels.packed import parts_of
 from funrl.compiled_kernels.truncated_scores import KeptTokens, truncated_scores
+from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.truncation import kept_mass
 
@@ -60,3 +61,11 @@ def unpack_ids(bits_RB: np.ndarray) -> list[np.ndarray]:
     """Ids of the bits of each row, ascending."""
     rows, ids = np.unpackbits(bits_RB, axis=1, bitorder="little").nonzero()
     return np.split(ids.astype(ID), np.searchsorted(rows, np.arange(1, len(bits_RB) + 1)))[:-1]
+
+
+def kept_before(begun: Completion) -> list[np.ndarray]:
+    """Ids that could be sampled at each token of a begun completion. Raises: ValueError, they are not recorded."""
+    if begun.kept is None:
+        raise ValueError(f"completion {begun.number} is continued, and what it could have sampled was not recorded")
+    ids, counts = (x.numpy() for x in begun.kept)
+    return np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else []

@@ -168,6 +168,17 @@ def test_a_completion_without_digests_is_refused_before_it_is_registered():
     server.shutdown()
 
 
+def test_a_completion_without_masks_is_refused_before_it_is_registered():
+    engine, server, _ = counting_client()
+    (request,) = requests_of([[1]], Sampling(max_new_tokens=4), 0)
+    (done,) = complete(engine, [request._replace(most=2)])
+    engine._records_kept = True
+    with pytest.raises(ValueError, match="what it could have sampled was not recorded"):
+        engine.submit([request._replace(begun=done)])
+    assert engine.unfinished() == 0
+    server.shutdown()
+
+
 @pytest.mark.parametrize("lost", ["bucket", "reload", "add", "step", "drop", "wake", "sleep"])
 def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
     """The server stays, but one connection breaks."""

@@ -33,10 +33,13 @@ from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer import phases
+from funrl.trainer.checkpoints.checkpoint import Recorded
+from funrl.trainer.checkpoints.resumable import check_facts
 from funrl.trainer.gap import GAP_METRIC
 from funrl.trainer.phases import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.steps.sync import sync
+from funrl.trainer.storage.shard_server import Array, CheckpointError
 
 WAYS = (
     {"top_p": 0.9},
@@ -347,6 +350,20 @@ def test_masks_of_begun_completions_are_in_checkpoints(mesh, tmp_path):
     assert_equal_steps(resumed, steps[1:])
     assert all(map(torch.equal, ends, weights))
     assert max(metrics["partial/staleness_max"] for _, metrics in resumed) > 0
+
+
+def test_a_run_does_not_begin_to_replay_masks_of_completions_that_have_none(tmp_path):
+    job = small_job(**IN_PARTS)
+    arrays = {"source/begun/records": Array((3, 80), "uint8", (1, 80))}
+
+    def check(masked, arrays=arrays, job=job):
+        check_facts(Recorded(tmp_path, arrays, {"provenance": {"flags": {"mask_replay": masked}}}), job)
+
+    check(masked=True)
+    check(masked=False, job=small_job(**IN_PARTS | {"mask_replay": False, "top_p": 1.0, "temperature": 1.0}))
+    check(masked=False, arrays={"source/begun/records": Array((0, 0), "uint8", (0, 0))})
+    with pytest.raises(CheckpointError, match="has 3 prompts whose completions of --new_tokens_per_step lack"):
+        check(masked=False)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.rollout.kept_tokens import unpack_ids
+from funrl.rollout.kept_tokens import kept_before, unpack_ids
 from funrl.rollout.load_digest import LoadDigest, digests_before
 from funrl.rollout.native.device.host_copy import HostCopy, PendingTokens, device_copy
 from funrl.rollout.native.device.slot_noise import NOISE_STEPS, SlotNoise
@@ -110,7 +110,7 @@ class RunningSequences:
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
         if self.records_kept:
-            sequence.kept = [] if begun is None else self._kept_before(begun)
+            sequence.kept = [] if begun is None else kept_before(begun)
         if digest is not None:
             before = [] if begun is None else digests_before(begun)
             sequence.digests = [*before, (len(sequence.text) - len(prompt), digest)]
@@ -119,13 +119,6 @@ class RunningSequences:
         self._owns |= request.owned is not None
         self.by_number[request.number] = sequence
         return sequence
-
-    @staticmethod
-    def _kept_before(begun: Completion) -> list[np.ndarray]:
-        if begun.kept is None:
-            raise ValueError(f"completion {begun.number} is continued, and what it could have sampled was not recorded")
-        ids, counts = (x.numpy() for x in begun.kept)
-        return np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else []
 
     def all(self) -> list[RunningSequence]:
         """All unfinished sequences."""

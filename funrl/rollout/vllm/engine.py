@@ -25,6 +25,7 @@ from funrl.models.model import Lora, Model
 from funrl.rollout.adapter_engine import LoadedAdapter
 from funrl.rollout.certificate import wait_for_digests
 from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.kept_tokens import kept_before
 from funrl.rollout.load_digest import LoadDigest, all_digests
 from funrl.rollout.requests import Completion, Finish, Request, check_requests, logits_error
 from funrl.rollout.vllm.adapters import vllm_adapter_weights
@@ -193,13 +194,14 @@ class VLLMEngine:
         """Take requests; see `Engine`."""
         self.check(requests)
         recorded = [all_digests(x.begun) if self.record_digests and x.begun is not None else [] for x in requests]
-        for request, digests in zip(requests, recorded, strict=True):
+        kept = [kept_before(x.begun) if self._records_kept and x.begun is not None else [] for x in requests]
+        for request, digests, masks in zip(requests, recorded, kept, strict=True):
             sequence = self._sequences[request.number] = PartialCompletion(request, [], [], [], [], digests)
             if request.begun is not None:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
                 )
-                sequence.kept = ids_of(request.begun)
+                sequence.kept = [ids.tolist() for ids in masks]
 
     def step(self) -> list[Completion]:
         """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
@@ -375,13 +377,6 @@ class VLLMEngine:
         lines = sequence.kept[: len(tokens)]
         ids = torch.tensor([i for line in lines for i in line], dtype=torch.int32)
         return done._replace(kept=KeptTokens(ids, torch.tensor([len(x) for x in lines], dtype=torch.int64)))
-
-
-def ids_of(begun: Completion) -> list[list[int]]:
-    """Ids that could be sampled at each token of a completion; []: they were not recorded."""
-    if begun.kept is None:
-        return []
-    return [x.tolist() for x in begun.kept.ids_M.split(begun.kept.counts_N.tolist())]
 
 
 class WholeWeights:

@@ -75,6 +75,18 @@ def check_facts(record: Recorded, job: Job) -> None:
             what = f"{FACT_WORDS.get(name, name)} {_listed(before[name])}, this one has {_listed(value)}"
             raise CheckpointError(f"--resume: {record.path} is of a run with {what}; {_advice(record, job, name)}")
     check_lora(record.path, record.facts, job.lora, job.settings.adapters.nf4)
+    _check_begun_masks(record, job)
+
+
+def _check_begun_masks(record: Recorded, job: Job) -> None:
+    """Raise CheckpointError where completions of `--new_tokens_per_step` lack the masks that a run replays."""
+    groups = record.arrays.get("source/begun/records")
+    masked = record.facts.get("provenance", {}).get("flags", {}).get("mask_replay")
+    if job.settings.sampling.mask_replay and masked is False and groups is not None and groups.shape[0]:
+        raise CheckpointError(
+            f"--resume: {record.path} has {groups.shape[0]} prompts whose completions of --new_tokens_per_step lack "
+            "the tokens that could be sampled, which --mask_replay trains on; leave it out, or give another --run_dir"
+        )
 
 
 def _advice(record: Recorded, job: Job, name: str) -> str:
