@@ -4,23 +4,27 @@ policy      | un | likely | !   | </s> |
 teacher     | u | n | like | ly! | <eos> |
 spans       | un    | likely!    | end  |
 
-The teacher reads the prompt through its own chat template, then the text of the completion. Special tokens of the
-policy inside a completion, and a last character that is not complete, are in no span.
+The teacher reads the prompt through its own chat template, then the text of the completion, and after one that the
+policy ended what ends a turn in its template, or the end-of-text token. Special tokens of the policy inside a
+completion, and a last character that is not complete, are in no span. Words of the text that are special tokens of the
+teacher's are text to it too.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
 
-from funrl.data.conversations import encode_prompt
+from funrl.data.conversations import ChatTemplate, encode_prompt
 from funrl.data.prompts import Example
 from funrl.data.spans import span_ends
-from funrl.data.tokenizer import encode_after
+from funrl.data.tokenizer import RenderedChat, encode_after, encode_rendered
 from funrl.kinds import Ragged
 from funrl.rewards.call import RewardError
 from funrl.trainer.sources.own_texts import token_texts
@@ -58,6 +62,50 @@ class RowTokens(NamedTuple):
     spans: list[int]
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special tokens of a tokenizer, by their ids, also those that it only adds."""
+    added = {i: str(x) for i, x in getattr(tokenizer, "added_tokens_decoder", {}).items() if x.special}
+    return dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)) | added
+
+
+def encode_written(tokenizer: Any, before: str, text: str) -> list[int]:
+    """Tokens of a text that a model wrote after another one; what reads as a special token is text."""
+    words = sorted((word for word in special_tokens(tokenizer).values() if len(word) > 1), key=len, reverse=True)
+    marks = re.finditer("|".join(map(re.escape, words)), text) if words else ()
+    cuts = [len(before) + mark.start() + 1 for mark in marks]
+    return encode_rendered(tokenizer, RenderedChat(before + text, cuts), len(before))
+
+
+def texts_after(tokenizer: Any, before: int, tokens: Sequence[int], text: str) -> list[str]:
+    """The text that each token of a text adds, as `token_texts`.
+
+    Some tokenizers put a space behind a special token, which is of the text or not.
+
+    Args:
+      before: the token before them.
+      text: of the tokens.
+    """
+    texts = []
+    for skip in (False, True):
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=skip, **PLAIN)
+        texts = list(token_texts(tokens, before, decode))
+        if normalize("NFC", "".join(texts)) == normalize("NFC", text):
+            break
+    return texts
+
+
+def encode_end(tokenizer: Any, before: str, chat: bool, arguments: Mapping[str, Any]) -> list[int]:
+    """Tokens that end a completion: of a chat what ends a turn in the template, else the end-of-text token.
+
+    Args:
+      before: the text that they end.
+      arguments: of the chat template.
+    """
+    template = ChatTemplate(tokenizer, (), arguments)
+    end = template.closing()[1] or template.next_marks().get("user", "") if chat else ""
+    return encode_after(tokenizer, before, end) if end else [tokenizer.eos_token_id]
+
+
 class TeacherTokens(NamedTuple):
     """Maker of rows in teachers' tokens.
 
@@ -88,7 +136,7 @@ class TeacherTokens(NamedTuple):
         reader = self.reader_of(example)
         if reader is None:
             return RowTokens([], [], list(range(length)))
-        special = frozenset(self.tokenizer.all_special_ids)
+        special = special_tokens(self.tokenizer)
         covered = [place for place, token in enumerate(completion) if token not in special]
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True, **PLAIN)
         own = list(token_texts([completion[place] for place in covered], example.tokens[-1], decode))
@@ -98,12 +146,15 @@ class TeacherTokens(NamedTuple):
             prompt, before = encode_prompt(
                 reader.tokenizer, example.messages or example.text, tools, arguments=self.arguments
             )
-            written = encode_after(reader.tokenizer, before, "".join(own))
-            other = list(token_texts(written, prompt[-1], functools.partial(reader.tokenizer.decode, **PLAIN)))
+            text = "".join(own)
+            written = encode_written(reader.tokenizer, before, text)
+            other = texts_after(reader.tokenizer, prompt[-1], written, text)
             ends = span_ends(own, other)
+            chat = example.messages is not None
+            stop = encode_end(reader.tokenizer, before + text, chat, self.arguments) if stopped else []
         except Exception as error:
             raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
-        ids = [*prompt, *written, *[reader.tokenizer.eos_token_id] * stopped]
+        ids = [*prompt, *written, *stop]
         if len(ids) > reader.positions:
             raise RewardError(
                 f"{where} gives {len(ids)} tokens of a prompt and its completion, and it has {reader.positions} "
@@ -119,7 +170,8 @@ class TeacherTokens(NamedTuple):
             places[len(prompt) + last : len(prompt) + end.other + 1] = [place] * (end.other + 1 - last)
             first, last = end.own + 1, end.other + 1
         if stopped:
-            spans[-1] = places[-1] = length - 1
+            spans[-1] = length - 1
+            places[len(ids) - len(stop) :] = [length - 1] * len(stop)
         return RowTokens(ids, places, spans)
 
     def lines(self, rows: Sequence[tuple[Example, Sequence[int], bool]], width: int) -> tuple[Ragged, Tensor]:
