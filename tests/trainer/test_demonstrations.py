@@ -2,6 +2,7 @@
 
 import functools
 import json
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from funrl.data.json_lines import DataError
 from funrl.fields import SOURCE_FIELDS
 from funrl.mesh.mesh import single
 from funrl.tasks import arithmetic
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import demonstrations_of
 from funrl.trainer.settings.declaration import kinds_of
 from funrl.trainer.settings.settings import SettingsError
@@ -62,11 +64,11 @@ def test_each_demonstration_is_a_row_that_no_group_sees():
 
 def test_demonstrations_are_of_the_source_of_their_prompts():
     """For the teacher of a source, and its objective."""
-    job = small_job(chord)
+    reader = demonstrations_of(cast(RLJob, small_job(chord)))
     rows = rows_of(example(("tokens", "mask", "length", "group", "score")), np.zeros(4, dtype=np.int64), single())
     for name, field in {OBJECTIVE: OBJECTIVE_FIELD, **SOURCE_FIELDS}.items():
         numbered = rows.declaring({name: field}).with_fields(**{name: torch.tensor([1, 1, 0, 0])})
-        assert demonstrations_of(job).table(numbered, 2)[name].tolist() == [1, 0]
+        assert reader.table(numbered, 2)[name].tolist() == [1, 0]
 
 
 @pytest.mark.slow
