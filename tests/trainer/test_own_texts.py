@@ -75,7 +75,7 @@ def test_characters_of_bytes_side_by_side_are_read_by_a_decoder_of_runs():
         "",
         "",
         "\ufffd" * 5 + "a",
-        "",
+        "\ufffd",
     ]
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -86,9 +87,12 @@ def teacher_sums(run, batch, row, name="teacher"):
     ids = batch.tokens[row].tolist()
     prompt = own.decode(ids[: here[0]])
     stopped = ids[here[-1]] == own.eos_token_id
-    written = [t for t in here if ids[t] not in own.all_special_ids]
+    written = here[: len(here) - stopped]
+    own_texts = ["$" if ids[t] in own.all_special_ids else own.decode([ids[t]]) for t in written]
     first = other.encode(prompt)
-    read = other.encode("".join(own.decode([ids[t]]) for t in written))
+    pieces = [piece for piece in re.split(r"(\$)", "".join(own_texts)) if piece]
+    read = [token for piece in pieces for token in ([other.eos_token_id] if piece == "$" else other.encode(piece))]
+    other_texts = ["$" if token == other.eos_token_id else other.decode([token]) for token in read]
     whole = torch.tensor([[*first, *read, *[other.eos_token_id] * stopped]])
     alone = Batch(tokens=whole, mask=torch.arange(whole.shape[1])[None] >= len(first))
     role = run.parts.roles[name]
@@ -96,9 +100,8 @@ def teacher_sums(run, batch, row, name="teacher"):
     sums = {}
     at = used = 0
     for end in range(1, len(written) + 1):
-        text = "".join(own.decode([ids[t]]) for t in written[:end])
         for count in range(used + 1, len(read) + 1):
-            if "".join(other.decode([token]) for token in read[:count]) == text:
+            if other_texts[:count] and "".join(other_texts[:count]) == "".join(own_texts[:end]):
                 sums[written[end - 1]] = (written[at:end], math.fsum(logp[used:count]))
                 at, used = end, count
                 break
@@ -204,15 +207,29 @@ def test_texts_of_byte_tokens(own, other):
     assert all(spans in (-1, *ends, row.spans[-1]) for spans in row.spans[begin:])
 
 
-def test_special_tokens_and_unfinished_characters_are_in_no_span():
+def test_a_special_token_is_a_span_and_a_character_that_is_cut_is_in_none():
     mine, theirs = byte_tokenizer(), byte_tokenizer(("he",))
     read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 64), mine, lambda example: (), {})
     example = Example(mine.encode("q"), "q", {})
     accent = mine.convert_tokens_to_ids(["\u00c3"])  # the first of two bytes
     completion = [*mine.encode("the "), mine.eos_token_id, *mine.encode("q"), *accent]
     row = read.row(example, completion, stopped=False)
-    assert row.spans == [0, 2, 2, -1, 4, -1]  # th|e  and t|he|  end together
-    assert theirs.decode(row.ids) == "qthe q"
+    assert row.spans == [0, 2, 2, 3, 4, -1]  # th|e  and t|he|  end together
+    assert theirs.decode(row.ids) == "qthe <end>q"
+    assert read.row(example, completion, stopped=True).spans == [0, 2, 2, 3, 4, 5, 6]  # it lacks bytes for good
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"), [(byte_tokenizer, "q<pad>t"), (lambda: merging_tokenizer("tq", []), "q<end>t")]
+)
+def test_a_special_token_of_the_policy_alone_is_its_word_or_the_end_of_text(theirs, text):
+    """In no span it would be free, where all others cost: a policy would learn to write nothing else."""
+    mine, theirs = byte_tokenizer(()), theirs()
+    mine.add_tokens([AddedToken("<pad>", special=True)])
+    read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 64), mine, lambda example: (), {})
+    row = read.row(Example(mine.encode("q"), "q", {}), [len(mine) - 1, *mine.encode("t")], stopped=False)
+    assert theirs.decode(row.ids) == text and row.spans == [0, 1, 2]
+    assert row.places == [-1, *[1] * (len(row.ids) - 2), 2]
 
 
 def test_a_text_that_the_teacher_changes_ends_the_run():
@@ -327,7 +344,7 @@ def test_any_tokens_of_a_policy_can_be_read(own, other):
         assert ends == sorted({place for place in row.spans[begin:] if place >= 0})
         assert row.spans[begin + len(tokens)] == row.places[-1] == begin + len(tokens)
         special = [t for t, token in enumerate(tokens) if token in mine.all_special_ids]
-        assert all(row.spans[begin + t] == -1 for t in special)
+        assert all(row.spans[begin + t] == begin + t for t in special)
 
 
 def test_texts_that_a_teacher_composes_have_spans():

@@ -143,17 +143,17 @@ def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[Soluti
 def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[str]:
     """Yield the text that each token adds. A character of several tokens is added by the last of them.
 
-    Bytes that are no character, each read as U+FFFD, are added with the text after them; at the end they are left out.
+    Bytes that are no character, each read as U+FFFD, are added with the text after them, or by the last token of all.
 
     Args:
       before: the token before them.
     """
     piece = functools.lru_cache(1 << 16)(lambda last, ids: text_after(decode([last]), last, ids, decode=decode))
     held: list[int] = []
-    for token in tokens:
+    for left, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
         held.append(token)
         text = piece(before, tuple(held))
-        if text.endswith(UNFINISHED):
+        if left and text.endswith(UNFINISHED):
             yield ""
         else:
             before = token
