@@ -473,11 +473,12 @@ def check_sources(algorithm: Algorithm, models: JobModels, prompts: Sequence[Exa
         readers = {source: parts.get(source, algorithm) for source in sources if source not in own}
         without = [x for x, reader in readers.items() if like in reader.role_kinds and writes_of(like, reader)]
         if idle or without:
-            problem = f"no prompts of the source {idle[0]!r}" if idle else f"no {like} for the source {without[0]!r}"
+            no_role = f"there is no {like} for the source {next(iter(without), '')!r}"
+            problem = f"there are no prompts of the source {idle[0]!r}" if idle else no_role
             origin = f"--{kind.flag}" if kind.flag else f"the role {name!r}"
             raise SettingsError(
-                f"{origin}: there is {problem}; the sources of the prompts, by `data_source` or the name of their "
-                f"file, are {', '.join(sources)}"
+                f"{origin}: {problem}; the sources of the prompts, by `data_source` or the name of their "
+                f"file, are {', '.join(filter(None, sources)) or 'none'}"
             )
 
 

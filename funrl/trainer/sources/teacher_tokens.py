@@ -31,7 +31,7 @@ from funrl.rewards.call import RewardError
 from funrl.trainer.sources.own_texts import UNFINISHED, token_texts
 from funrl.trainer.steps.step_rows import ragged
 
-LONGEST_CHARACTER = 4  # bytes
+CHARACTER_BYTES = 4  # the most
 OUTSIDE = -1  # place of a token in no span
 PLAIN = {"clean_up_tokenization_spaces": False}  # of the decoding of texts that are compared
 
@@ -216,7 +216,7 @@ class TeacherTokens(NamedTuple):
         before = completion[first - 1] if first else example.tokens[-1]
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True, **PLAIN)
         texts = list(token_texts(completion[first:last], before, decode))
-        if cut and texts[-1].endswith(UNFINISHED) and texts[-1].count(UNFINISHED) < LONGEST_CHARACTER:
+        if cut and texts[-1].endswith(UNFINISHED) and texts[-1].count(UNFINISHED) < CHARACTER_BYTES:
             texts[-1] = ""
         return texts
 
