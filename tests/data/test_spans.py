@@ -35,6 +35,15 @@ def test_a_character_of_several_tokens_ends_with_the_last():
     assert span_ends([], []) == []
 
 
+def test_forms_of_unicode_are_the_same_text():
+    """Composed, taken apart, and with accents in another order; a token that ends inside of a character is no end."""
+    apart, together = ["a", "e", "\u0301", "b"], ["a\u00e9", "b"]
+    assert span_ends(apart, together) == [SpanEnd(2, 0), SpanEnd(3, 1)]
+    assert span_ends(together, apart) == [SpanEnd(0, 2), SpanEnd(1, 3)]
+    assert span_ends(["q", "\u0307", "", "\u0323"], ["q\u0323\u0307"]) == [SpanEnd(3, 0)]
+    assert span_ends(["\u1100", "\u1161", "x"], ["\uac00", "x"]) == [SpanEnd(1, 0), SpanEnd(2, 1)]
+
+
 def test_texts_that_differ_are_an_error():
     with pytest.raises(ValueError, match="'Ab' reads 'ab' in the other tokens"):
         span_ends(["Ab"], ["a", "b"])

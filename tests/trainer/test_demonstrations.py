@@ -2,18 +2,24 @@
 
 import functools
 import json
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from selection import quick
 from small_runs import assert_same, begin, one_step, run_steps, scored_batch, small_job
 
+from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
 from funrl.algos.recipes.chord import chord
 from funrl.algos.recipes.spin import spin
 from funrl.batch import example
 from funrl.data.json_lines import DataError
+from funrl.fields import SOURCE_FIELDS
 from funrl.mesh.mesh import single
 from funrl.tasks import arithmetic
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.row_source import demonstrations_of
 from funrl.trainer.settings.declaration import kinds_of
 from funrl.trainer.settings.settings import SettingsError
 from funrl.trainer.steps.advantage_phase import describe
@@ -54,6 +60,15 @@ def test_each_demonstration_is_a_row_that_no_group_sees():
     assert metrics["rollout/logprob_gap_max"] < 1e-9
     assert metrics["response_length/mean"] == pytest.approx(batch.mask[:15].sum(1).double().mean().item())
     assert metrics["perf/total_num_tokens"] == batch.length.sum()
+
+
+def test_demonstrations_are_of_the_source_of_their_prompts():
+    """For the teacher of a source, and its objective."""
+    reader = demonstrations_of(cast(RLJob, small_job(chord)))
+    rows = rows_of(example(("tokens", "mask", "length", "group", "score")), np.zeros(4, dtype=np.int64), single())
+    for name, field in {OBJECTIVE: OBJECTIVE_FIELD, **SOURCE_FIELDS}.items():
+        numbered = rows.declaring({name: field}).with_fields(**{name: torch.tensor([1, 1, 0, 0])})
+        assert reader.table(numbered, 2)[name].tolist() == [1, 0]
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 from small_runs import SIZES, assert_same, begin, run_steps, scored_batch, small_job
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
@@ -20,7 +22,15 @@ from funrl.models.huggingface import directories as hf
 from funrl.rewards.call import RewardError
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.settings import SettingsError
-from funrl.trainer.sources.own_texts import SolutionStep, WrittenRow, reads_tokens, steps_of, whole_tokens
+from funrl.trainer.sources.own_texts import (
+    SolutionStep,
+    WrittenRow,
+    reads_tokens,
+    steps_of,
+    text_after,
+    token_texts,
+    whole_tokens,
+)
 
 DECODER = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
 OTHER = arithmetic.ALPHABET[::-1]
@@ -48,6 +58,25 @@ def test_steps_end_with_the_token_that_completes_their_separator(separator, step
         result = [step._replace(text=step.text.removeprefix("c ")) for step in result]
     assert result == steps
     assert steps_of(written._replace(tokens=[]), separator, decode) == []
+
+
+def test_characters_of_bytes_side_by_side_are_read_by_a_decoder_of_runs():
+    """Which reads each byte of a run as U+FFFD where the run as a whole is no text, as those of Llama 2 do."""
+    tokenizer = Tokenizer(BPE({f"<0x{n:02X}>": n for n in range(256)} | {"a": 256}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    first, second = ([*text.encode()] for text in ("\u4e2d", "\U0001f600"))
+    tokens = [*first, *second, 256]
+    assert list(token_texts(tokens, first[-1], tokenizer.decode)) == ["", "", "\u4e2d", "", "", "", "\U0001f600", "a"]
+    assert text_after(tokenizer.decode(first[-1:]), first[-1], tokens, tokenizer.decode) == "\u4e2d\U0001f600a"
+    assert list(token_texts([0xFF] * 5 + [256, 0xFF], 256, tokenizer.decode)) == [
+        "",
+        "",
+        "",
+        "",
+        "",
+        "\ufffd" * 5 + "a",
+        "\ufffd",
+    ]
 
 
 def test_a_chat_goes_through_the_models_own_template():

@@ -1,8 +1,12 @@
 """Teachers with tokenizers of their own, beside loops over tokens and spans, on several meshes."""
 
 import functools
+import itertools
 import json
 import math
+import os
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,9 @@ import torch
 from selection import quick
 from small_runs import SIZES, assert_same, begin, gradients, run_steps, scored_batch, small_job
 from test_placement_runs import assert_same_runs, run
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from funrl.algos.recipes.distillation import distillation
 from funrl.algos.recipes.gkd import gkd
@@ -19,16 +24,19 @@ from funrl.algos.recipes.iw_opd import iw_opd
 from funrl.algos.recipes.mopd import mopd
 from funrl.algos.recipes.sdpo import sdpo
 from funrl.batch import Batch
+from funrl.data.conversations import encode_prompt
 from funrl.data.prompts import Example
+from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.call import RewardError
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.sources.teacher_tokens import TeacherReader, TeacherTokens
+from funrl.trainer.sources.teacher_tokens import TeacherReader, TeacherTokens, encode_written
 
 FUNCTIONS = Path(__file__).with_name("functions_of_flags.py")
+LLAMA = Path(os.environ.get("FUNRL_DATA") or Path(__file__).parents[2].parent / "shared" / "data") / "stories260k"
 ALPHABET = "0123456789+-*="
 MERGES = [(a, b) for a in ALPHABET for b in "02468+"]
 
@@ -79,9 +87,12 @@ def teacher_sums(run, batch, row, name="teacher"):
     ids = batch.tokens[row].tolist()
     prompt = own.decode(ids[: here[0]])
     stopped = ids[here[-1]] == own.eos_token_id
-    written = [t for t in here if ids[t] not in own.all_special_ids]
+    written = here[: len(here) - stopped]
+    own_texts = ["$" if ids[t] in own.all_special_ids else own.decode([ids[t]]) for t in written]
     first = other.encode(prompt)
-    read = other.encode("".join(own.decode([ids[t]]) for t in written))
+    pieces = [piece for piece in re.split(r"(\$)", "".join(own_texts)) if piece]
+    read = [token for piece in pieces for token in ([other.eos_token_id] if piece == "$" else other.encode(piece))]
+    other_texts = ["$" if token == other.eos_token_id else other.decode([token]) for token in read]
     whole = torch.tensor([[*first, *read, *[other.eos_token_id] * stopped]])
     alone = Batch(tokens=whole, mask=torch.arange(whole.shape[1])[None] >= len(first))
     role = run.parts.roles[name]
@@ -89,9 +100,8 @@ def teacher_sums(run, batch, row, name="teacher"):
     sums = {}
     at = used = 0
     for end in range(1, len(written) + 1):
-        text = "".join(own.decode([ids[t]]) for t in written[:end])
         for count in range(used + 1, len(read) + 1):
-            if "".join(other.decode([token]) for token in read[:count]) == text:
+            if other_texts[:count] and "".join(other_texts[:count]) == "".join(own_texts[:end]):
                 sums[written[end - 1]] = (written[at:end], math.fsum(logp[used:count]))
                 at, used = end, count
                 break
@@ -197,15 +207,29 @@ def test_texts_of_byte_tokens(own, other):
     assert all(spans in (-1, *ends, row.spans[-1]) for spans in row.spans[begin:])
 
 
-def test_special_tokens_and_unfinished_characters_are_in_no_span():
+def test_a_special_token_is_a_span_and_a_character_that_is_cut_is_in_none():
     mine, theirs = byte_tokenizer(), byte_tokenizer(("he",))
     read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 64), mine, lambda example: (), {})
     example = Example(mine.encode("q"), "q", {})
     accent = mine.convert_tokens_to_ids(["\u00c3"])  # the first of two bytes
     completion = [*mine.encode("the "), mine.eos_token_id, *mine.encode("q"), *accent]
     row = read.row(example, completion, stopped=False)
-    assert row.spans == [0, 2, 2, -1, 4, -1]  # th|e  and t|he|  end together
-    assert theirs.decode(row.ids) == "qthe q"
+    assert row.spans == [0, 2, 2, 3, 4, -1]  # th|e  and t|he|  end together
+    assert theirs.decode(row.ids) == "qthe <end>q"
+    assert read.row(example, completion, stopped=True).spans == [0, 2, 2, 3, 4, 5, 6]  # it lacks bytes for good
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"), [(byte_tokenizer, "q<pad>t"), (lambda: merging_tokenizer("tq", []), "q<end>t")]
+)
+def test_a_special_token_of_the_policy_alone_is_its_word_or_the_end_of_text(theirs, text):
+    """In no span it would be free, where all others cost: a policy would learn to write nothing else."""
+    mine, theirs = byte_tokenizer(()), theirs()
+    mine.add_tokens([AddedToken("<pad>", special=True)])
+    read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 64), mine, lambda example: (), {})
+    row = read.row(Example(mine.encode("q"), "q", {}), [len(mine) - 1, *mine.encode("t")], stopped=False)
+    assert theirs.decode(row.ids) == text and row.spans == [0, 1, 2]
+    assert row.places == [-1, *[1] * (len(row.ids) - 2), 2]
 
 
 def test_a_text_that_the_teacher_changes_ends_the_run():
@@ -228,11 +252,155 @@ def test_a_text_that_the_teacher_changes_ends_the_run():
         (gkd, {}, "the teacher's tokens one by one|vocabulary has"),
         (distillation, {"env": "calculator"}, "run in an environment"),
         (distillation, {"teacher_context": "answer"}, "--teacher_context, whose prompts"),
+        (distillation, {"long_prompts": "truncate"}, "--long_prompts=truncate, and the teacher reads whole texts"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(recipe, given, text, teacher):
     with pytest.raises((SettingsError, ValueError), match=text):
         small_job(recipe, teacher=teacher, **given)
+
+
+PROMPT = "the \u4e2d"
+PARTS = ["a", "the ", " ", "  ", "\u00e9", "\u4e2d", "\U0001f600", "\n", "</s>", "<end>", "<s>", "x"]
+
+
+def llama_tokenizer():
+    """Pieces of a text with spaces as marks before words, and bytes of other characters."""
+    if not LLAMA.is_dir():
+        pytest.skip(f"{LLAMA} is not there; FUNRL_DATA names another place")
+    return load_tokenizer(LLAMA)
+
+
+def composing_tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def bytes_of(tokenizer, token):
+    word = tokenizer.convert_ids_to_tokens(token)
+    if "\u2581" not in tokenizer.get_vocab():
+        letters = {letter: number for number, letter in bytes_to_unicode().items()}
+        return bytes(letters[letter] for letter in word)
+    return bytes([int(word[3:5], 16)]) if word.startswith("<0x") else word.replace("\u2581", " ").encode()
+
+
+def byte_ends(tokenizer, tokens):
+    """Bytes written after a token, where a character ends -> place of the first such token that writes any."""
+    written = b""
+    ends = {}
+    for place, token in enumerate(tokens):
+        before, written = written, written + bytes_of(tokenizer, token)
+        try:
+            written.decode()
+        except UnicodeDecodeError:
+            continue
+        if written != before:
+            ends[len(written)] = place
+    return ends
+
+
+TOKENIZERS = {
+    "llama": llama_tokenizer,
+    "bytes": byte_tokenizer,
+    "other bytes": lambda: byte_tokenizer(("he", " \u00c3")),
+}
+
+
+@pytest.mark.parametrize(("own", "other"), list(itertools.permutations(TOKENIZERS, 2)))
+def test_spans_are_those_of_the_bytes(own, other):
+    """Of texts with characters of several bytes side by side, spaces, and words that are special tokens."""
+    mine, theirs = TOKENIZERS[own](), TOKENIZERS[other]()
+    read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 4000), mine, lambda example: (), {})
+    example = Example(encode_prompt(mine, PROMPT)[0], PROMPT, {})
+    first = len(encode_prompt(theirs, PROMPT)[0])
+    begin = len(example.tokens)
+    draw = random.Random(2)
+    for _ in range(100):
+        text = "".join(draw.choices(PARTS, k=draw.randrange(12))) + "."
+        tokens = encode_written(mine, PROMPT, text)
+        row = read.row(example, tokens, stopped=False)
+        assert b"".join(bytes_of(theirs, token) for token in row.ids[first:]).decode() == text
+        ends = byte_ends(mine, tokens), byte_ends(theirs, row.ids[first:])
+        both = sorted(ends[0].keys() & ends[1].keys())
+        for places, own_ends in ((row.spans[begin:], ends[0]), (row.places[first:], ends[1])):
+            expected = [next(end for end in both if own_ends[end] >= place) for place in range(len(places))]
+            assert places == [begin + ends[0][end] for end in expected]
+
+
+@pytest.mark.parametrize(("own", "other"), list(itertools.product([*TOKENIZERS, "composing"], repeat=2)))
+def test_any_tokens_of_a_policy_can_be_read(own, other):
+    """Also bytes that are no character, and special tokens."""
+    tokenizers = {**TOKENIZERS, "composing": composing_tokenizer}
+    mine, theirs = tokenizers[own](), tokenizers[other]()
+    read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 4000), mine, lambda example: (), {})
+    example = Example(encode_prompt(mine, PROMPT)[0], PROMPT, {})
+    begin = len(example.tokens)
+    draw = random.Random(3)
+    for _ in range(50):
+        tokens = draw.choices(range(len(mine)), k=draw.randrange(30))
+        row = read.row(example, tokens, stopped=True)
+        ends = sorted({place for place in row.places if place >= 0})
+        assert ends == sorted({place for place in row.spans[begin:] if place >= 0})
+        assert row.spans[begin + len(tokens)] == row.places[-1] == begin + len(tokens)
+        special = [t for t, token in enumerate(tokens) if token in mine.all_special_ids]
+        assert all(row.spans[begin + t] == begin + t for t in special)
+
+
+def test_texts_that_a_teacher_composes_have_spans():
+    mine, theirs = byte_tokenizer(), composing_tokenizer()
+    read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 64), mine, lambda example: (), {})
+    example = Example(mine.encode("q"), "q", {})
+    row = read.row(example, mine.encode("ae\u0301b"), stopped=False)
+    assert row.spans == [0, 1, 4, 4, 4, 5]  # a | e and an accent of two bytes | b
+    assert row.places == [-1, 1, 4, 5] and theirs.decode(row.ids) == "qa\u00e9b"
+
+
+def test_a_word_of_the_text_that_is_a_special_token_of_the_teacher_stays_text():
+    """Else a policy could write the probability of an end into its own text."""
+    mine, theirs = byte_tokenizer(()), byte_tokenizer(("he",))
+    read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 64), mine, lambda example: (), {})
+    example = Example(mine.encode("q"), "q", {})
+    letters = [token for letter in "a<end>b" for token in mine.encode(letter)]
+    row = read.row(example, letters, stopped=True)
+    assert row.ids.count(theirs.eos_token_id) == 1 and row.ids[-1] == theirs.eos_token_id
+    assert theirs.decode(row.ids[:-1]) == "qa<end>b"
+    assert row.spans == list(range(len(letters) + 2))
+
+
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}|turn|{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_chat_ends_with_what_ends_a_turn_in_the_teachers_template():
+    mine, theirs = byte_tokenizer(), byte_tokenizer(("he",))
+    theirs.chat_template = CHAT
+    mine.chat_template = CHAT.replace("|turn|", "<end>")
+    theirs.add_tokens([AddedToken("|turn|", special=True)])
+    read = TeacherTokens(lambda example: TeacherReader("teacher", theirs, 64), mine, lambda example: (), {})
+    messages = [{"role": "user", "content": "the"}]
+    tokens, text = encode_prompt(mine, messages)
+    row = read.row(Example(tokens, text, {}, messages=messages), mine.encode("q"), stopped=True)
+    assert theirs.decode(row.ids) == "[user]the|turn|[assistant]q|turn|"
+    assert row.places[-2:] == row.spans[-2:] == [len(tokens), len(tokens) + 1]
+    plain = read.row(Example(mine.encode("the"), "the", {}), mine.encode("q"), stopped=True)
+    assert plain.ids[-1] == theirs.eos_token_id
+
+
+def test_early_spans_have_the_weights_of_single_tokens(teacher):
+    """A span counts once in the share of what was before it, and its tokens have one weight."""
+    run, state = begin(small_job(functools.partial(iw_opd, gamma=0.7), teacher=teacher, max_new_tokens=9), single())
+    rows, _, _ = scored_batch(run, state)
+    batch = rows.batch
+    for row in range(len(batch.tokens)):
+        spans = sorted(teacher_sums(run, batch, row).values())
+        values = [teacher_sum - math.fsum(batch.old_logp[row, places].tolist()) for places, teacher_sum in spans]
+        total = math.fsum(map(abs, values))
+        for n, (places, _) in enumerate(spans):
+            expected = values[n] * (1 + 0.7 * (1 - math.fsum(map(abs, values[:n])) / total))
+            assert batch.advantage[row, places].tolist() == pytest.approx([expected] * len(places), abs=1e-9)
 
 
 def test_teachers_whose_tokenizers_lack_something_are_refused(tmp_path):

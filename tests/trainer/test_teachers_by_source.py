@@ -88,6 +88,13 @@ def test_a_run_has_the_same_numbers_on_every_mesh(mesh, folder):
     assert_same(run_steps(2, **values), run_steps(2, mesh=mesh, **values), 1e-9)
 
 
+@pytest.mark.parametrize("mesh", quick([{}, {"fsdp": True}], [{"fsdp": True}]))
+def test_ranks_without_a_row_of_a_source_go_along(mesh, folder):
+    """One of two prompts a step is each rank's; some steps have none for a teacher."""
+    values = {"compose": mopd, **given(folder, batch_prompts=2, samples_per_prompt=2)}
+    assert_same(run_steps(4, **values), run_steps(4, mesh="dp2", **values, **mesh), 1e-9)
+
+
 @pytest.mark.parametrize("fsdp", [{"fsdp": True}, {"fsdp": True, "fsdp_models": "teacher_hard"}])
 def test_teachers_may_be_sharded(fsdp, folder):
     values = {"compose": mopd, **given(folder)}

@@ -59,7 +59,7 @@ def weigh_early_tokens(gamma: float = 0.5) -> Advantage:
     """Multiply each token's advantage by 1 + gamma (1 - the share of the row's |advantage| before it).
 
     The first sampled token of a row has the factor 1 + gamma, and one after which nothing is left has almost 1. The
-    rows of an agent's episode are one row, end to end.
+    rows of an agent's episode are one row, end to end. With `teacher_span` a span is one token, of its mean advantage.
 
     Args:
       gamma: at least 0; 0 changes nothing.
@@ -76,8 +76,16 @@ def weigh_early_tokens(gamma: float = 0.5) -> Advantage:
     def weigh(x_BT: Tensor, batch: Batch) -> Tensor:
         x_BT = where_masked(x_BT, batch.mask)
         size_BT = x_BT.double().abs()
+        own_BT = size_BT  # of the token, or its span
+        end_BT = size_BT.cumsum(1)
+        span_BT = batch.get("teacher_span")
+        if span_BT is not None:
+            span_BT = torch.where(span_BT < 0, torch.arange(size_BT.shape[1], device=span_BT.device), span_BT).long()
+            size_BT = size_BT / span_sums(batch.mask.double(), span_BT).clamp_min(1)
+            own_BT = span_sums(size_BT, span_BT)
+            end_BT = size_BT.cumsum(1).gather(1, span_BT)
         total_B = batch.across.own(batch.across.sums(size_BT))
-        before_BT = size_BT.cumsum(1) - size_BT + sum_of_earlier_rows(size_BT, batch)[:, None]
+        before_BT = end_BT - own_BT + sum_of_earlier_rows(size_BT, batch)[:, None]
         share_BT = before_BT / total_B[:, None].clamp_min(torch.finfo(torch.float64).tiny)
         return x_BT * (1 + gamma * (1 - share_BT)).to(x_BT.dtype)
 

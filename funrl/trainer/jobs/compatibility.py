@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+from unicodedata import normalize
 
 from funrl.algos.checking import Available, check
 from funrl.algos.core import Algorithm, Divergence
 from funrl.algos.reading import reads
 from funrl.asynchrony.behaviour import check_behaviour, check_correction
 from funrl.data.prompts import Example
-from funrl.data.tokenizer import encode_text, load_tokenizer
+from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
@@ -32,7 +33,7 @@ from funrl.trainer.settings.settings import Settings, check_needs, flag_value, g
 from funrl.trainer.sources.evaluation import source_names
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.teacher_prompts import SIBLING
-from funrl.trainer.sources.teacher_tokens import PLAIN
+from funrl.trainer.sources.teacher_tokens import PLAIN, encode_written
 from funrl.trainer.steps.roles import fields_read, role_names, writes_of
 
 
@@ -363,6 +364,10 @@ def check_teacher_tokens(settings: Settings, models: JobModels, algorithm: Algor
             "--kind=k1 or mopd": not spans or bool(set(ROLES["teacher"].writes) & losses_read(algorithm)),
             "is run in an environment, which writes tokens of the policy": has_environment(settings, given),
             "has --teacher_context, whose prompts are in the policy's tokens": bool(settings.models.teacher_context),
+            "shortens prompts by --long_prompts=truncate, and the teacher reads whole texts": (
+                settings.examples.long_prompts == "truncate"
+            ),
+            "learns from demonstrations, which are in the policy's tokens": learns_from_demonstrations(algorithm),
             "learns from pictures, which are not in texts": any(x.owned is not None for x in models.models.values()),
             f"has a teacher with token ids up to {largest} and a vocabulary of {rows} rows": largest >= rows,
             "has a teacher whose tokenizer has no end-of-text token": tokenizer.eos_token_id is None,
@@ -391,11 +396,14 @@ def check_round_trip(models: JobModels, prompts: Sequence[Example]) -> None:
             if prompt.messages is not None and tokenizer.chat_template is None:
                 raise SettingsError(f"{where}prompts are chats, but its tokenizer has no chat template")
             with refusing(where, Exception):
-                text = tokenizer.decode(encode_text(tokenizer, prompt.text), **PLAIN)
-            if text != prompt.text:
+                texts = [prompt.text] if prompt.messages is None else [str(x.get("content")) for x in prompt.messages]
+                texts = [normalize("NFC", text) for text in texts]
+                read = [tokenizer.decode(encode_written(tokenizer, "", text), **PLAIN) for text in texts]
+            changed = next(((a, b) for a, b in zip(texts, read, strict=True) if a != normalize("NFC", b)), None)
+            if changed is not None:
                 raise SettingsError(
-                    f"{where}its tokenizer reads {prompt.text[:80]!r} as {text[:80]!r}, so spans of both cannot be "
-                    "compared; give a teacher whose tokenizer keeps texts as they are"
+                    f"{where}its tokenizer reads {changed[0][:80]!r} as {changed[1][:80]!r}, so spans of both cannot "
+                    "be compared; give a teacher whose tokenizer keeps texts as they are"
                 )
 
 
@@ -464,11 +472,12 @@ def check_sources(algorithm: Algorithm, models: JobModels, prompts: Sequence[Exa
         readers = {source: parts.get(source, algorithm) for source in sources if source not in own}
         without = [x for x, reader in readers.items() if like in reader.role_kinds and writes_of(like, reader)]
         if idle or without:
-            problem = f"no prompts of the source {idle[0]!r}" if idle else f"no {like} for the source {without[0]!r}"
+            no_role = f"there is no {like} for the source {next(iter(without), '')!r}"
+            problem = f"there are no prompts of the source {idle[0]!r}" if idle else no_role
             origin = f"--{kind.flag}" if kind.flag else f"the role {name!r}"
             raise SettingsError(
-                f"{origin}: there is {problem}; the sources of the prompts, by `data_source` or the name of their "
-                f"file, are {', '.join(sources)}"
+                f"{origin}: {problem}; the sources of the prompts, by `data_source` or the name of their "
+                f"file, are {', '.join(filter(None, sources)) or 'none'}"
             )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from funrl.algos.advantages.units import episode_fields, episode_units, units_of
 from funrl.algos.core import Algorithm
+from funrl.algos.objectives import OBJECTIVE
 from funrl.algos.reading import reads
 from funrl.batch import Batch, as_dict, kind_of, schema_of, select
 from funrl.data.conversations import ChatTemplate, Text, completed_text, continued_texts
@@ -25,6 +26,7 @@ from funrl.data.prompts import Example
 from funrl.data.supervised import TextExample, rows_of_conversation, text_batch
 from funrl.data.text_lengths import check_lengths, examples_ahead, mismatched
 from funrl.data.tokenizer import TextTokenizer
+from funrl.fields import DATA_SOURCE
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -90,10 +92,12 @@ class DemonstrationReader(NamedTuple):
 
     def table(self, rows: Rows, count: int) -> dict[str, torch.Tensor]:
         """Groups, scores and episodes of `count` demonstrations."""
-        group_P = rows.batch.group.unique_consecutive()
+        group_P, count_P = rows.batch.group.unique_consecutive(return_counts=True)
         score_B = rows.batch.get("score")
         assert len(group_P) == count
         columns = {"group": group_P if self.paired else -1 - group_P}
+        first_P = count_P.cumsum(0) - count_P
+        columns |= {name: x[first_P] for name, x in as_dict(rows.batch).items() if name in (OBJECTIVE, DATA_SOURCE)}
         if score_B is not None and self.paired:
             columns["score"] = (score_B.max() + 1).expand(count)
         episode_B = rows.batch.get("episode")

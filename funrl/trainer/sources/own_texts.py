@@ -23,9 +23,13 @@ UNFINISHED = "\ufffd"  # ends a text whose last character continues in the next 
 
 
 def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """Text of a completion as it continues the token before it, whose own text is `opening`."""
+    """Text of a completion as it continues the token before it, whose own text is `opening`.
+
+    Some tokenizers decode a run of bytes as a whole: behind the last byte of another character they lose the text.
+    """
     joined = decode([before, *tokens])
-    return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
+    text = joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
+    return min(text, decode(list(tokens)), key=lambda x: x.count(UNFINISHED)) if UNFINISHED in text else text
 
 
 class WrittenRow(NamedTuple):
@@ -139,15 +143,17 @@ def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[Soluti
 def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[str]:
     """Yield the text that each token adds. A character of several tokens is added by the last of them.
 
+    Bytes that are no character, each read as U+FFFD, are added with the text after them, or by the last token of all.
+
     Args:
       before: the token before them.
     """
     piece = functools.lru_cache(1 << 16)(lambda last, ids: text_after(decode([last]), last, ids, decode=decode))
     held: list[int] = []
-    for token in tokens:
+    for left, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
         held.append(token)
         text = piece(before, tuple(held))
-        if text.endswith(UNFINISHED) and len(held) < 4:  # bytes of a character
+        if left and text.endswith(UNFINISHED):
             yield ""
         else:
             before = token
