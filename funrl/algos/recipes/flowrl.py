@@ -3,8 +3,9 @@
 References: Zhu et al., 2025, https://arxiv.org/abs/2509.15207. Read: the paper's abstract, and the authors'
   loss and head in verl's recipe. With r the group's standardised reward, the loss is
   w (log Z(x) + mean_t log(pi / pi_ref) - beta r)^2.
-verl: in a recipe. log Z is a perceptron of three layers on the policy's mean hidden state of the prompt, and is
-  trained with it; w is the product of the ratios, at most 10, or their geometric mean, clipped, which is taken here.
+verl: in a recipe, with log Z as a head on the policy that learns with it. The head is a perceptron of three layers on
+  the mean hidden state of the prompt; w is the product of the ratios, at most 10, or their geometric mean, clipped,
+  which is taken here.
 TRL: none.
 
 Here log Z is the critic, a model of its own: its value before the first sampled token. Each of the two learns with the
