@@ -51,6 +51,7 @@ from funrl.mesh import launch as launching
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.pools import channel
+from funrl.mesh.pools.channel import MethodCall
 from funrl.mesh.pools.handover import Handover, messages_from
 from funrl.mesh.rows import move_rows
 from funrl.models import decoder_config
@@ -64,7 +65,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.placement import board
 from funrl.trainer.placement.board import GroupBoard
 from funrl.trainer.placement.groups import GroupGenerators
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, written_rows
+from funrl.trainer.placement.messages import WrittenGroup, written_rows
 from funrl.trainer.settings.settings import SCORE_BUDGETS, settings_of
 from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.evaluation import PromptEvaluation
@@ -203,8 +204,8 @@ def measure(options: argparse.Namespace, port: int) -> None:
 
     def move() -> int:
         origins = rows.batch.origin.numpy()
-        request = SendGroupsRequest(origins, rows.owner, lengths, to, list(range(options.prompts)), [])
         way = Handover(lengths, rows.owner, to, source=mesh, target=mesh)
+        request = MethodCall("send_groups", (origins, tuple(way[:3]), list(range(options.prompts)), []))
         return len(pickle.dumps(request)) + len(list(messages_from(way)))
 
     watch.line("move", move)

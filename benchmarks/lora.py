@@ -75,7 +75,7 @@ def measure(adapters: bool) -> dict[str, float]:
     weights = first_weights(job, parts, begin)
     del begin
     state = first_state(job, parts, weights, ())
-    no_source = Source(dict, lambda state, step: (rows.pop(), state, {}), lambda roles, step: {})
+    no_source = Source(dict, lambda state, step: (rows.pop(), state, {}), lambda roles, step: {}, has_digests=False)
     trainer = phases.Trainer(job, parts, no_source, frozen_weights(parts, weights), Clock())
     del weights
     for _ in range(2):

@@ -51,7 +51,7 @@ def random_trainer(job: Job, parts: Parts, rows: Rows, clock: Clock) -> tuple[ph
     weights = first_weights(job, parts, begin)
     frozen = frozen_weights(parts, weights)
     state = sync(parts, first_state(job, parts, weights, ()), frozen=frozen)
-    source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
+    source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {}, has_digests=False)
     return phases.Trainer(job, parts, source, frozen, clock), state
 
 

@@ -292,7 +292,8 @@ FIELDS = Schema(
     author=Field(
         "token",
         "source",
-        "of what follows an episode's first reply: 1 the policy, 2 a tool, 3 others; each in one row; else 0",
+        "of what follows an episode's first reply: 1 the policy, 2 a tool, 3 others, 4 the policy in a summary of its "
+        "history; each in one row; else 0",
         dtype="int",
         example=_authors,
     ),
@@ -368,6 +369,13 @@ FIELDS = Schema(
         "token_k", "teacher", "the teacher's K most probable tokens at t", dtype="int", example=_last_place
     ),
     teacher_topk_logp=Field("token_k", "teacher", "nats, the teacher's, of these tokens", example=_negative),
+    teacher_span=Field(
+        "token",
+        "source",
+        "place in the row of the last token of its span, as a teacher with another tokenizer reads it; -1: in none",
+        dtype="int",
+        example=_last_place,
+    ),
     implicit_logp=Field("token", "implicit_reward", "nats", example=_negative),
     value=Field("token", "critic", "estimate before token t, before the first update"),
     advantage=Field("token", "advantage", "in units of reward; to_tokens() brings outcomes to tokens"),
@@ -416,9 +424,25 @@ FIELDS = Schema(
     divergence=Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable"),
 )
 TEACHER_PROMPT = "teacher_prompt"
-NOT_IN_PASSES = ("digests", TEACHER_PROMPT)  # ragged fields that neither models nor losses read
-CONTEXT_FIELDS = Schema(  # of rows with --teacher_context
-    {TEACHER_PROMPT: Field("ragged", "source", "token ids of the teacher's prompt; none: the row's own", dtype="int")}
+TEACHER_TOKENS = "teacher_tokens"
+NOT_IN_PASSES = ("digests", TEACHER_PROMPT, TEACHER_TOKENS, "teacher_span")  # which neither models nor losses read
+CONTEXT_FIELDS = Schema(  # of rows that a teacher reads in another form
+    {
+        TEACHER_PROMPT: Field(
+            "ragged", "source", "token ids of the teacher's prompt; none: the row's own", dtype="int"
+        ),
+        TEACHER_TOKENS: Field(
+            "ragged",
+            "source",
+            "[n, 2] ids of the row's tokens of the teacher's tokenizer, and places of their spans' last tokens; none: "
+            "the row's own",
+            dtype="int",
+        ),
+    }
+)
+DATA_SOURCE = "data_source"
+SOURCE_FIELDS = Schema(  # of rows that roles score by the source of their prompts
+    {DATA_SOURCE: Field("row", "source", "number of the prompt's source; -1: of no role", dtype="int")}
 )
 KEPT_FIELDS = Schema(  # of rows with --mask_replay
     kept=Field("ragged", "source", "ids that truncated sampling could take, one token after another", dtype="int"),

@@ -61,6 +61,11 @@ class RoleKind:
         warm up.
       model: directory of the model that it starts from; None: the model that the run starts from, or that of `flag`.
       flag: name of the flag that gives the directory of its model; "": none does.
+      like: name of the role whose fields it writes; "": it writes its own. All roles that are like another have sources
+        of their own, or train on rows of their own agents.
+      sources: sources of prompts whose rows it scores; (): all.
+      own_tokens: whether its model may have another tokenizer than the policy's: it scores the text, and what it writes
+        is of spans (`teacher_span`).
       context_flag: name of the flag that gives it prompts of its own; with it the role may also start from the
         model that the run starts from. "": it has the policy's prompts.
       metric: name of its loss among the metrics; what is before "/" begins its other metrics too. "": ROLE/loss.
@@ -80,6 +85,9 @@ class RoleKind:
     generates: bool = False
     model: str | None = None
     flag: str = ""
+    like: str = ""
+    sources: tuple[str, ...] = ()
+    own_tokens: bool = False
     context_flag: str = ""
     metric: str = ""
     mask: str = "mask"
@@ -142,6 +150,8 @@ class RoleTable(dict[str, RoleKind]):
                 raise ValueError(f"role {name!r}: a run names the frozen weights under adapters so; give another name")
             if name in self:
                 raise ValueError(f"role {name!r} is declared already: {self[name].text}; give yours another name")
+            if kind.like and kind.like not in self:
+                raise ValueError(f"role {name!r} is like {kind.like!r}, which is not one of {', '.join(self)}")
             if kind.generates:
                 raise ValueError(
                     f"role {name!r} generates, and so does {self.generating(self)!r}: leave generates=True out"
@@ -205,6 +215,7 @@ ROLES = RoleTable(
         "a teacher",
         writes={"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
         flag="teacher",
+        own_tokens=True,
         context_flag="teacher_context",
         messages=RoleMessages(
             "an algorithm that reads a teacher, as distillation and gkd do",

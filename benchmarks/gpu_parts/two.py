@@ -19,7 +19,7 @@ from funrl.cost.tracing.hardware import hardware_of
 from funrl.mesh import collectives
 from funrl.mesh.launch import _group_name, launch, submesh
 from funrl.mesh.mesh import AXES, Mesh, parse
-from funrl.mesh.pools.own_world import as_whole_world
+from funrl.mesh.own_world import as_whole_world
 from funrl.mesh.pools.transfer import SentWeights, WeightForm, WeightReceiver, WeightSender, transfer_group
 from funrl.mesh.reshard import plan
 from funrl.mesh.rules import Layout, shard

@@ -34,6 +34,7 @@ _PIECES = {
     "advantages.resampling": "resample_rows resampling_weights",
     "advantages.returns": "AdvantagesAndReturns accumulate gae generalised_advantages length_adaptive next_sampled"
     " reward_to_go whiten",
+    "advantages.segments": "discount_segments mask_summaries",
     "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
     "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
     " running_normalise stop_properly to_last_token to_tokens token_rewards",

@@ -53,7 +53,7 @@ COMMANDS = {
         "funrl show NAME|FILE [--flag=value ...] [--record=N] [--tokens] [--output=FILE]",
     ),
     "audit": SmallCommand(
-        "What a log holds, and what funrl, TRL and verl would train of it",
+        "What a log holds",
         "funrl audit FILE --model=DIR [--chat_template=FILE] [--count=N] [--json=FILE] [--output=FILE]",
     ),
     "doctor": SmallCommand("This machine, and whether a command would run", "funrl doctor [NAME --flag=value ...]"),

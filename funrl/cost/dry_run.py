@@ -67,7 +67,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.lora import added_adapters, trained_part
 from funrl.models.vision.model import model_of_config
 from funrl.models.weight_dtypes import weight_dtypes
-from funrl.role_kinds import SCORING_ROLES
+from funrl.role_kinds import BASE, SCORING_ROLES
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
@@ -78,7 +78,7 @@ from funrl.trainer.jobs.compatibility import check_algorithm, check_mask_replay,
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import updates_of
-from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
+from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies, with_teachers
 from funrl.trainer.jobs.prepare import new_tokens, rl_job, text_job, texts_kind
 from funrl.trainer.jobs.sharding import check_layouts, splits_residual
 from funrl.trainer.settings.checks import check_settings
@@ -259,8 +259,10 @@ def _base_leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple
     """Bytes in the engine of each weight of a base that adapters are added to, and whether it is shared."""
     if generator.base is None:
         return
-    for leaf in _pairs(parts.begin.stored, generator.whole.weights.layouts, job.dtype):
-        yield leaf.nbytes, leaf.stored.box(0) == leaf.wanted.box(0) and leaf.dtype == job.dtype
+    placed = generator.base.placed
+    as_stored = placed.model is parts.roles[BASE].placed.model
+    for leaf in _pairs(placed.stored, generator.whole.weights.layouts, job.dtype):
+        yield leaf.nbytes, as_stored and leaf.stored.box(0) == leaf.wanted.box(0)
 
 
 def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
@@ -415,13 +417,14 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     kind = run_kind(algorithm, settings.examples.data)
     settings = with_flags(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
+    algorithm = with_teachers(algorithm, settings)
     check_algorithm(algorithm, settings)
     algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models = models_of(algorithm, settings, model, None, read_model)
     check_owned_values(settings, models.models, algorithm)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     generating = check_meshes(settings, models.models, sizes, memory)
-    check_mask_replay(settings, models.models, algorithm, generating=generating)
+    check_mask_replay(settings, models.models, algorithm)
     devices = JobDevices(sizes=sizes, generate_sizes=generating, device="cpu")
     if kind == "supervised":
         return text_job(settings, algorithm, models, devices, Texts("dry run", (), (), texts_kind(algorithm)))
@@ -592,7 +595,7 @@ def estimate(
         tokens=width,
         phases=phases,
         axes=axes,
-        parameters=trees.count(job.models[job.main_role].shapes),
+        parameters=job.models[job.main_role].parameters,
         trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in phases},
         left_out=left_out(job, judge, hardware),

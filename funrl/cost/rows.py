@@ -31,7 +31,7 @@ from funrl.data.pictures import with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS, TextExample, text_batch
-from funrl.fields import KEPT_FIELDS
+from funrl.fields import KEPT_FIELDS, SOURCE_FIELDS
 from funrl.kinds import OwnedLines
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import move_traffic
@@ -458,6 +458,8 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
     )
     if objectives := len(job.algorithm.objectives):
         batch = declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=batch.group % objectives)
+    if sources := len(job.role_sources):
+        batch = declare(batch, SOURCE_FIELDS)._replace(data_source=batch.group % sources)
     if not job.settings.sampling.mask_replay:
         return batch
     return declare(batch, KEPT_FIELDS)._replace(kept_counts=torch.zeros(shape, dtype=TOKEN_INT))

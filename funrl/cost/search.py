@@ -490,7 +490,7 @@ class Space(NamedTuple):
     @property
     def parameters(self) -> int:
         """Parameters of the main role's model."""
-        return trees.count(self.base.models[self.base.main_role].shapes)
+        return self.base.models[self.base.main_role].parameters
 
     def _toggled_groups(self, split: MeshSplit, best: Trial) -> MeshSplit | None:
         """Shards inside of each node, if each node has room for all states, or over all devices."""
@@ -555,8 +555,8 @@ def has_experts(models: Mapping[str, Model]) -> bool:
 
 def engine_experts(settings: Settings, model: Model) -> int:
     """Experts of a model that the ranks of an engine may share; 1: they may share none."""
-    shares = settings.engines.abilities.shares_experts and not settings.sampling.mask_replay
-    return model.abilities.routers.experts if shares and model.abilities.routers is not None else 1
+    routers = model.abilities.routers
+    return routers.experts if routers is not None and settings.engines.abilities.shares_experts else 1
 
 
 def split_flags(settings: Settings, given: Settings) -> dict[str, Any]:

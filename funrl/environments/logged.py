@@ -15,6 +15,7 @@ from funrl.rollout.policy import Policy, RunEndingError
 from funrl.rollout.requests import Completion
 
 PROMPT_CHARACTERS = 40  # characters of a prompt in the name of an episode
+SAMPLED_FIELDS = ("raw_logp", "sampling_logp", "versions", "routes", "kept", "finish")  # of a turn and its completion
 
 
 class LoggedEpisode(NamedTuple):
@@ -136,15 +137,7 @@ class LoggedEnvironment:
         before = list(node.tokens)
         after = done.tokens.tolist()
         if before == after:
-            return dataclasses.replace(
-                now,
-                raw_logp=done.raw_logp,
-                sampling_logp=done.sampling_logp,
-                versions=done.versions,
-                routes=done.routes,
-                kept=done.kept,
-                finish=done.finish,
-            )
+            return dataclasses.replace(now, **{name: getattr(done, name) for name in SAMPLED_FIELDS})
         path = node.path()
         turn = path[0].turns_before + sum(earlier.sampled for earlier in path[:-1])
         pairs = itertools.zip_longest(after, before, fillvalue="nothing")

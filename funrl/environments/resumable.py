@@ -42,7 +42,8 @@ from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import TAKE_EVERY_S, Tickets
 
-_CALLERS: ContextVar[tuple[asyncio.Task[object], ...]] = ContextVar("callers", default=())
+_Task = asyncio.Task[object]
+_CALLERS: ContextVar[tuple[_Task, ...]] = ContextVar("callers", default=())
 PARKED = 0  # the allowance of an episode that is rebuilt: every call that its log does not answer is parked
 UNKNOWN_WAIT_S = 1.0  # between two checks whether episodes that wait for something unknown have waited long enough
 SETTLING = 32  # turns of the event loop, after which coroutines that only wait for each other have run
@@ -422,9 +423,7 @@ class ResumablePolicy(LoggedPolicy):
         self._open: list[_OpenCall] = []
         self._fresh: dict[int | None, int] = {}  # by seed of an ended call: its tokens since the last `renew`
         self._renewed: asyncio.Future[None] | None = None
-        self._callers: dict[
-            asyncio.Task[object], Sequence[asyncio.Task[object]]
-        ] = {}  # with the callers that began them
+        self._callers: dict[_Task, Sequence[_Task]] = {}  # with the callers that began them
         self._parked_at = 0.0
 
     @property

@@ -10,10 +10,11 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import export_weights
-from funrl.mesh.rules import Layout
+from funrl.mesh.rules import Layout, whole_layout
 from funrl.models.lora import factored, trained_part
 from funrl.models.low_rank import merged
 from funrl.models.model import Model
+from funrl.models.nf4_base import whole_weights_of
 from funrl.models.placed import Placed
 
 
@@ -63,6 +64,8 @@ def deployed(placed: Placed, params: trees.Tree, merge: bool = True) -> DeviceWe
 
     Merging needs no message: a rank's part of a weight is the product of its parts of the two factors.
 
+    Weights that are stored in 4 bits are whole in the result, unless the model has them in 4 bits and no adapters.
+
     Args:
       params: this rank's shards of all weights, in the layouts `placed.stored`.
       merge: adapters are merged; else the result has what learns alone, for an engine that has the rest.
@@ -70,18 +73,20 @@ def deployed(placed: Placed, params: trees.Tree, merge: bool = True) -> DeviceWe
     model = placed.model
     plain = dict(trees.named(params))
     mesh = placed.mesh
+    whole = whole_weights_of(plain, placed.dtype)
     if model.adapters is None:
-        return DeviceWeights(model, model.shapes, mesh, dict(trees.named(placed.stored)), weight=plain.__getitem__)
+        return DeviceWeights(model, model.shapes, mesh, dict(trees.named(placed.stored)), weight=whole)
     if not merge:
         own = trained_part(model, model.shapes)
         stored = dict(trees.named(trained_part(model, placed.stored)))
         return DeviceWeights(model.adapters.plain, own, mesh, stored, weight=plain.__getitem__)
-    factors = factored(model, params)
+    factors = factored(model, params, placed.dtype)
     without = model.adapters.plain
-    names = {name for name, _ in trees.named(without.shapes)}
-    stored = {name: x for name, x in trees.named(placed.stored) if name in names}
+    layouts = dict(trees.named(placed.stored))  # of weights in 4 bits there is none: one rank has all of them
+    shapes = trees.named(without.shapes)
+    stored = {name: layouts.get(name) or whole_layout(x.shape, mesh) for name, x in shapes}
 
     def weight(name: str) -> Tensor:
-        return merged(factors[name]) if name in factors else plain[name].detach()
+        return merged(factors[name]) if name in factors else whole(name).detach()
 
     return DeviceWeights(without, without.shapes, mesh, stored, weight=weight, merged=frozenset(factors))

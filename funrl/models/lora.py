@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.nf4 import weight_of, with_records
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
@@ -151,17 +152,21 @@ def merged_weights(model: Model) -> frozenset[str]:
     return frozenset(name.removesuffix(FIRST) for name, _ in trees.named(model.shapes) if name.endswith(FIRST))
 
 
-def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
+def factored(model: Model, params: trees.Tree, dtype: torch.dtype) -> Mapping[str, LowRank]:
     """The adapted weights of a model with adapters, by their names in the model without.
 
     Args:
       params: the tree of its weights, a rank's shards as they are stored: the factors are split as the weight is, but
         along their rank, which no rule splits.
+      dtype: of weights that are stored in 4 bits.
     """
     weights = dict(trees.named(params))
     scale = scale_of(model.lora)
     names = merged_weights(model)
-    return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale=scale) for name in names}
+    return {
+        name: LowRank(weight_of(weights, name, dtype), weights[name + FIRST], weights[name + SECOND], scale=scale)
+        for name in names
+    }
 
 
 def factors_of_layers(params: trees.Tree) -> list[dict[str, tuple[Tensor, Tensor]]]:
@@ -221,7 +226,7 @@ def _with_factors_of(
     """A layer's weights, with their factors in `own`."""
     parts = dict(layer)
     for part, factors in own.items():
-        weights = dict(parts[part])
+        weights: dict[str, Any] = with_records(parts[part], next(iter(factors.values())).dtype)
         for name, a in factors.items():
             if name.endswith(FIRST):
                 weight = name.removesuffix(FIRST)

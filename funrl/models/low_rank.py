@@ -1,4 +1,4 @@
-"""Weights of products: plain, in 8 bits, or with products of two thin factors added, which are never made whole."""
+"""Weights of products: plain, in 8 or 4 bits, or with two thin factors, whose product is never made whole, added."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from funrl.compiled_kernels.exact.low_rank import ThinFactors, low_rank_linear
 from funrl.compiled_kernels.float8 import RowScaled, float8_linear
 from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.compiled_kernels.linear import linear
+from funrl.compiled_kernels.nf4 import Nf4Weight, nf4_linear
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
 
@@ -59,7 +60,7 @@ class LowRank(NamedTuple):
         return self.weight if isinstance(self.weight, Tensor) else self.weight.plain
 
 
-Weight = Tensor | RowScaled | LowRank
+Weight = Tensor | RowScaled | Nf4Weight | LowRank
 
 
 def multiply(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -69,6 +70,8 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return linear(x, weight.reshape(-1, x.shape[-1]), bias)
     if isinstance(weight, RowScaled):
         return float8_linear(x, weight, bias)
+    if isinstance(weight, Nf4Weight):
+        return nf4_linear(x, weight, bias)
     if isinstance(weight.weight, Tensor) and weight.tokens is None:
         return low_rank_linear(x, weight.weight.reshape(-1, x.shape[-1]), weight.factors, bias)
     return add_factors(multiply(x, weight.weight, bias), linear(x, weight.a.flatten(1)), weight)
@@ -93,7 +96,7 @@ def used_by_parts(weight: Weight, mesh: Mesh) -> Weight:
     """A weight that all tensor ranks hold and each uses a part of: its gradient is the sum of theirs."""
     if isinstance(weight, Tensor):
         return pbroadcast(weight, mesh, "tensor")
-    if isinstance(weight, RowScaled):  # which has no gradient
+    if isinstance(weight, RowScaled | Nf4Weight):  # which have no gradient
         return weight
     return weight._replace(b=pbroadcast(weight.b, mesh, "tensor"))
 
@@ -102,7 +105,7 @@ def select_rows(weight: Weight, rows: Tensor) -> Weight:
     """Some rows of the first out dim."""
     if isinstance(weight, Tensor):
         return weight.index_select(0, rows)
-    if isinstance(weight, RowScaled):
+    if isinstance(weight, RowScaled | Nf4Weight):
         return weight.rows(rows)
     return weight._replace(weight=select_rows(weight.weight, rows), b=weight.b.index_select(0, rows))
 

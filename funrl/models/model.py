@@ -395,6 +395,7 @@ class Model:
       abilities: what else it can do.
       adapters: of a model that `with_lora` has made; None: all weights learn.
       owned: values that rows of it may own, such as pictures; None: rows are tokens.
+      whole: of a model that `with_nf4` has made, that with whole weights; None: they are whole.
     """
 
     config: ModelConfig
@@ -410,6 +411,12 @@ class Model:
     abilities: Abilities
     adapters: Adapters | None = None
     owned: OwnedValues | None = None
+    whole: Model | None = None
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its weights are, in whatever form they are stored."""
+        return trees.count((self.whole or self).shapes)
 
     @property
     def generates(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.autograd import AutogradFunction
+from funrl.compiled_kernels.nf4 import NF4_DTYPES
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}  # as flags name them
 WIDE = ("router_bias",)  # last parts of the names of weights that are never narrower than float32
@@ -36,6 +37,8 @@ _COPIES = weakref.WeakKeyDictionary[torch.UntypedStorage, dict[tuple, WeightCopy
 
 def weight_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a weight where weights are in `dtype`."""
+    if name.endswith(tuple(NF4_DTYPES)):
+        return next(fixed for end, fixed in NF4_DTYPES.items() if name.endswith(end))
     return torch.promote_types(dtype, torch.float32) if name.rsplit("/", 1)[-1] in WIDE else dtype
 
 

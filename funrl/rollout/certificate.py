@@ -228,7 +228,7 @@ def readable_weights(
       held_weights: of the engine.
       faults: receives a missing or unknown name, or a wrong shape or dtype.
     """
-    placed = dict(trees.named(spec.layouts))
+    placed = spec.held_layouts
     awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
     for there, held in held_weights:
         name = awaited.pop(there, None)
@@ -250,7 +250,7 @@ def digest_parts(
     spec: WeightSpec, held_weights: Iterable[tuple[str, Tensor | int | None]], faults: list[str]
 ) -> dict[str, Tensor]:
     """Digests by name of this rank's parts of the weights that can be read; the arguments are those of the above."""
-    placed = dict(trees.named(spec.layouts))
+    placed = spec.held_layouts
     return {
         name: held_digest(held, placed[name], spec)
         for name, held in readable_weights(spec, held_weights, faults)
@@ -266,8 +266,8 @@ def held_digest(held: Tensor | int, layout: Layout, spec: WeightSpec) -> Tensor:
 
 
 def held_shards(engine: Engine) -> trees.Tree:
-    """This rank's shards of the weights that the engine computes with; None: some cannot be read."""
-    if engine.version is None:
+    """Shards of this rank of the weights as an engine takes them; None: some are unread, or it splits them itself."""
+    if engine.version is None or engine.weights.held is not None:
         return None
     faults: list[str] = []
     held = readable_weights(engine.weights, engine.held_weights(), faults)
@@ -287,7 +287,7 @@ def sync_digests(source: DeviceWeights, engine: Engine, version: int) -> Digests
     if isinstance(engine, OfOtherRanks):
         return engine.sync_digests(source, version)
     mesh = source.mesh
-    placed = dict(trees.named(engine.weights.layouts))
+    placed = engine.weights.held_layouts
     with beside(mesh.device):
         digests, faults = _own_digests(source, engine)
         if engine.version != version:
@@ -435,7 +435,7 @@ def _own_digests(source: DeviceWeights, engine: Engine) -> tuple[dict[str, Tenso
     A fault is a missing or unknown name, or a wrong shape or dtype.
     """
     spec = engine.weights
-    placed = dict(trees.named(engine.weights.layouts))
+    placed = engine.weights.held_layouts
     trained = source.stored
     mesh = source.mesh
     faults = []

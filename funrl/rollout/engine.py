@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import Layout
 from funrl.processes.heartbeat import beat
 from funrl.rollout.requests import Completion, Request
 
@@ -30,6 +31,7 @@ class WeightSpec:
       adapters: whether they are the factors of an adapter alone; the engine has its base.
       float8: whether the engine quantizes weights and activations to 8 bits for its products.
       signed_zeros: whether an engine that shows a weight shows the sign of a 0 in it.
+      held: layouts of what an engine that splits weights itself holds of them; None: `layouts`.
     """
 
     names: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -40,6 +42,12 @@ class WeightSpec:
     adapters: bool = False
     float8: bool = False
     signed_zeros: bool = True
+    held: trees.Tree = None
+
+    @property
+    def held_layouts(self) -> dict[str, Layout]:
+        """Layout of what the engine holds of each weight, by name."""
+        return dict(trees.named(self.layouts if self.held is None else self.held))
 
     def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards of the model's weights, laid out as `layouts`, as `Engine.load` takes them."""
@@ -118,7 +126,7 @@ class Engine(Protocol):
         ...
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | int | None]]:
-        """Weights that the engine computes with, each once, in the form in which `load` takes them.
+        """Weights that the engine computes with, each once, by the names that `load` takes and in `held_layouts`.
 
         None stands for a weight that cannot be read back, on the same weights on all ranks, and an int for the digest
         of a weight in another process, of `certificate.digest`.

@@ -73,6 +73,7 @@ class Node:
       problems: why parts of a reply could not be read.
       turns_before: of a root that a fork begins with, turns of the policy before the fork, which it renders again.
       owned: values that the tokens own, such as pictures; None: none.
+      summary: whether it is the policy's summary of its history, from which another trajectory continues.
     """
 
     parent: Node | None
@@ -91,6 +92,7 @@ class Node:
     turns_before: int = 0
     owned: OwnedLines | None = None
     digests: Tensor | None = None
+    summary: bool = False
 
     @property
     def numbers(self) -> SampledNumbers:

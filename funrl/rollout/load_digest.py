@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl import trees
 from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import AXES, coordinates
 from funrl.models.weight_dtypes import weight_dtype
@@ -72,7 +71,7 @@ class LoadDigest:
     def take(self, digests: Mapping[str, Tensor]) -> None:
         """Take digests of this rank's parts by name, which somebody has just read; of unreadable weights none."""
         mesh = self._spec.mesh
-        layouts = dict(trees.named(self._spec.layouts))
+        layouts = self._spec.held_layouts
         shared = _sharing_axes(self._spec)
         index = coordinates(mesh.sizes, mesh.rank)
         keys = []
@@ -148,9 +147,9 @@ def all_digests(begun: Completion) -> list[LoadDigest | int]:
 
 
 def _sharing_axes(spec: WeightSpec) -> tuple[str, ...]:
-    """Axes of the ranks that share a model: those that split some weight."""
-    used = {axis for layout in trees.leaves(spec.layouts) for axis in layout.axes}
-    return tuple(axis for axis in AXES if axis in used)
+    """Axes of the ranks that share a model: those that split some weight, and "tensor", also if adapters are whole."""
+    used = {axis for layout in spec.held_layouts.values() for axis in layout.axes}
+    return tuple(axis for axis in AXES if axis in used or axis == "tensor")
 
 
 def _key(name: str, spec: WeightSpec, purpose: str = "weight") -> int:

@@ -286,6 +286,25 @@ class Policy:
         """Tokens with those of the pictures of messages; see `Chat.expanded`."""
         return (tokens, None) if self.setup.chat is None else self.setup.chat.expanded(tokens, messages)
 
+    def compact(self, trajectory: Trajectory, messages: Sequence[Message]) -> Trajectory:
+        """Continue with other messages instead of a history, which ends with the policy's summary of it.
+
+        The history is a row of the episode of its own. Limits go on counting turns and sampled tokens.
+
+        Args:
+          trajectory: ends with the summary, the last turn that the policy sampled.
+          messages: that the policy sees from here on.
+
+        Raises:
+          ValueError: the trajectory does not end with a turn, or the messages cannot be rendered.
+        """
+        if not trajectory.leaf.sampled:
+            raise ValueError("compact: the trajectory has to end with a turn of the policy, the summary")
+        ended = dataclasses.replace(trajectory, leaf=dataclasses.replace(trajectory.leaf, summary=True))
+        self._sampled = [ended if turn.leaf is trajectory.leaf else turn for turn in self._sampled]
+        self._read["compactions"] += 1
+        return self._fork(self.start(messages, trajectory.tools, trajectory.agent), ended)
+
     def _fork(self, started: Trajectory, before: Trajectory) -> Trajectory:
         """A trajectory that has just been started, as a fork of another one."""
         root = dataclasses.replace(started.leaf, turns_before=self._prefix(before.leaf).turns)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import collectives
@@ -14,6 +15,7 @@ from funrl.mesh.rules import shard
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
 from funrl.models.huggingface.peft_files import describe_adapter
+from funrl.models.nf4_base import quantized
 from funrl.models.placed import Placed
 from funrl.processes.processor import products_problem
 from funrl.rewards.pool import Pool
@@ -88,12 +90,18 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
       folder: of the checkpoints; None: the run has no directory.
     """
     kept = own_base(job, folder)
-    if job.settings.run.resume and kept_already(kept, parts.mesh):
-        return initial_weights(job, parts.begin, observer.note, kept)
-    weights = initial_weights(job, parts.begin, observer.note)
-    if kept is not None:
+    resumed = job.settings.run.resume and kept_already(kept, parts.mesh)
+    weights = initial_weights(job, parts.begin, observer.note, kept if resumed else None)
+    if kept is not None and not resumed:
         keep_base(kept, job, parts, weights)
-    return weights
+    return in_stored_form(job, trees.named(weights))
+
+
+def in_stored_form(job: Job, named_weights: Iterable[tuple[str, Tensor]]) -> trees.Tree:
+    """Weights that a run begins with, given one after the other, in the form in which they are stored between steps."""
+    return trees.from_named(
+        job.initial_model.shapes, quantized(named_weights) if job.settings.adapters.nf4 else named_weights
+    )
 
 
 def first_digests(trainer: Trainer, state: State) -> tuple[Job, Mapping[str, object]]:
@@ -137,7 +145,8 @@ def initial_weights(
         note(f"going on with the adapters of {job.settings.adapters.adapter} on {directory}; a reference is that base")
         if dropout := describe_adapter(job.settings.adapters.adapter).dropout:
             note(f"the adapters were made with a lora_dropout of {dropout:g}; here they have none")
-    return hf.load(directory, job.initial_dtype, mesh, layouts=placed.stored, model=job.model)[1]
+    wanted = dict(trees.named(placed.stored))
+    return in_stored_form(job, hf.read_weights(directory, job.model, job.initial_dtype, wanted=wanted, mesh=mesh))
 
 
 def random_weights(job: Job) -> trees.Tree:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import pieces
+import torch
 from rows_terms import KL
 
 from funrl import algos
@@ -67,6 +70,32 @@ def follow_teacher(kind, keep, of_teacher=1.0):
             for t in pieces.sampled(b, i):
                 kl = KL[kind](b.old_logp[i][t], b.teacher_logp[i][t])
                 out[i][t] = (keep * x[i][t] if keep else 0.0) - of_teacher * kl
+        return {"x": out}
+
+    return reference
+
+
+def with_spans(batch):
+    """The batch with spans of two or three sampled tokens, and some tokens in none."""
+    spans = torch.full(batch.mask.shape, -1)
+    for row, mask in zip(spans, batch.mask, strict=True):
+        places = mask.nonzero()[:, 0].tolist()
+        for n in range(0, len(places), 3):
+            span = places[n : n + 2 + n % 2]
+            row[span] = span[-1]
+    return batch._replace(teacher_span=spans)
+
+
+def follow_teacher_by_spans(kind):
+    """The teacher's advantage from the sums of each span, at all of its tokens."""
+
+    def reference(x, b):
+        out = pieces.grid(b)
+        for i in range(len(b.mask)):
+            for t in pieces.sampled(b, i):
+                own = [s for s in pieces.sampled(b, i) if b.teacher_span[i][s] == b.teacher_span[i][t] >= 0]
+                kl = KL[kind](sum(b.old_logp[i][s] for s in own), sum(b.teacher_logp[i][s] for s in own))
+                out[i][t] = x[i][t] - kl
         return {"x": out}
 
     return reference
@@ -144,9 +173,21 @@ ROWS = [
     pieces.Row(
         "teacher_advantage shared",
         "advantage",
-        lambda: algos.teacher_advantage("k1", 0.3),
+        lambda: algos.teacher_advantage("k1", 0.3, 0.7),
         follow_teacher("k1", 0.3, 0.7),
         tokens=True,
+    ),
+    *(
+        pieces.Row(
+            f"teacher_advantage {kind} spans",
+            "advantage",
+            functools.partial(algos.teacher_advantage, kind),
+            follow_teacher_by_spans(kind),
+            tokens=True,
+            prepare=with_spans,
+            packed=False,
+        )
+        for kind in ("k1", "k3")
     ),
     pieces.Row(
         "weigh_early_tokens", "advantage", lambda: algos.weigh_early_tokens(0.7), early_tokens(0.7), tokens=True

@@ -6,7 +6,7 @@ import statistics
 
 import torch
 from pieces import Row, grid, members, sampled
-from rows_advantages import mean, to_turns, turns_of
+from rows_advantages import masked, mean, to_turns, turns_of
 
 from funrl import algos
 
@@ -160,6 +160,20 @@ def subtrees(by_size):
     return reference
 
 
+def without_summaries(x, b):
+    kept = [[on and author != 4 for on, author in zip(*row, strict=True)] for row in zip(b.mask, b.author, strict=True)]
+    return {
+        "x": [[v if on else 0.0 for v, on in zip(*row, strict=True)] for row in zip(x, kept, strict=True)],
+        "mask": kept,
+    }
+
+
+def with_summaries(batch):
+    """Every third token that the policy sampled is of a summary."""
+    places = torch.arange(batch.mask.shape[1]).expand(batch.mask.shape)
+    return batch._replace(author=torch.where(batch.mask, torch.where(places % 3 == 0, 4, 1), 0))
+
+
 def row(name, make, reference, **how):
     return Row(name, "advantage", make, reference, **how)
 
@@ -203,4 +217,6 @@ ROWS = [
         tokens=True,
         prepare=with_agents,
     ),
+    row("mask_summaries", algos.mask_summaries, without_summaries, tokens=True, prepare=with_summaries),
+    row("discount_segments", lambda: algos.discount_segments(0.9, 0.8), lambda x, b: {"x": masked(x, b)}, tokens=True),
 ]

@@ -72,12 +72,13 @@ def drawn():
         "stale": mask.roll(1, 1) & mask,
         "observed": mask & (at % 5 == 0),
         "unit": torch.arange(B),
-        "author": torch.where(mask, 1, at % 4),
+        "author": torch.where(mask, torch.where(at % 7 == 0, 4, 1), at % 4),
         "state": torch.where(mask, (at // 300 + length[:, None]) % 3, 0),
         "episode": torch.arange(B),
         "agent": torch.zeros(B, dtype=torch.int64),
         "episode_tokens": mask.sum(1),
         "episode_first": torch.ones(B, dtype=torch.bool),
+        "teacher_span": torch.where(mask, (at // 3 * 3 + 2).clamp(max=T - 1), -1),
         "turn": (torch.arange(T) >= 300).long().expand(B, T),
     }
 
@@ -88,7 +89,7 @@ def drawn():
         x = -x.abs() if name.endswith("logp") else x.abs()
         return torch.where(mask.view(B, T, *(1,) * (x.dim() - 2)), x, 0) if x.dim() > 1 else x
 
-    names = [name for name in as_dict(example()) if name not in ("positions", "segments", "teacher_topk")]
+    names = [name for name in as_dict(example()) if name not in ("positions", "segments", "teacher_topk", "digests")]
     return Batch(**{name: value(name, getattr(example(), name)) for name in names})
 
 

@@ -25,6 +25,9 @@ TESTED = {  # name: the test that would fail if it were wrong
     "check_called": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "check_rank": "test_arguments.py::"
     "test_outcomes_and_token_rewards_are_told_apart_even_where_rows_are_as_many_as_tokens",
+    "by_source": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
+    "rows_of_objective": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
+    "some_across": "test_objectives.py::test_each_objective_has_the_numbers_that_it_has_alone",
     "chosen": "test_pairs.py::test_layout",
     "piece_call": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
     "chain_links": "test_explanation.py::test_every_recipe_is_explained",
@@ -89,6 +92,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "choose_rows": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
     "units_of_copies": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
     "first_of_equal": "test_forks.py::test_a_fork_changes_no_loss",
+    "sum_of_earlier_rows": "test_forks.py::test_a_fork_changes_no_recipe",
     "episode_fields": "test_episodes.py::test_the_number_of_a_unit_goes_with_a_correction_of_the_mask",
 }
 SERVE = {  # name: the rows that fail if it is wrong
@@ -114,6 +118,8 @@ SERVE = {  # name: the rows that fail if it is wrong
     "on_tokens_of_sequence": "sequence_ratio",
     "row_or_episode_sums": "importance_weights",
     "sequence_sums": "sequence_mean",
+    "span_sums": "teacher_advantage",
+    "sum_of_earlier_rows": "weigh_early_tokens",
     "sums_by_sequence": "sequence_ratio",
     "slot_baseline": "optimal_token_baseline",
     "to_own_tokens": "sequence_ratio",
@@ -174,7 +180,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     inner |= {"reverse_linear_scan"}
     inner |= {"units_of", "by_unit", "episode_fields", "episode_units", "episodes_of"}  # of chains on rows of episodes
     inner |= {"row_turns", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
-    inner |= {"units_of_copies", "choose_rows", "first_of_equal"}
+    inner |= {"units_of_copies", "choose_rows", "first_of_equal", "sum_of_earlier_rows", "span_sums"}
     assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():
         assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)

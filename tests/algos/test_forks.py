@@ -29,6 +29,7 @@ ALONG_PATHS = {
     "flow_targets": "the first sampled token of a row",
     "to_turns": "rewards of later turns of its path",
     "turn_gae": "the next turn of its path",
+    "discount_segments": "rows that follow its path",
     "step_groups": "returns of a step's path",
     "subtree_baselines": "paths that share a beginning",
     "turn_relative": "the last turn of a path",
@@ -40,7 +41,7 @@ ALONG_PATHS = {
     "weigh_early_tokens": "advantages of what was sampled before it",
 }
 # Recipes with such pieces.
-OF_PATHS = {"ppo", "prime", "vapo", "sao", "pf_ppo", "otb", "fipo", "gigpo", "iw_opd", "treepo", "flowrl"}
+OF_PATHS = {"ppo", "prime", "vapo", "sao", "compaction", "pf_ppo", "otb", "fipo", "gigpo", "iw_opd", "treepo", "flowrl"}
 OF_PAIRS = {id(row) for row in rows_preference.ROWS}
 LAYOUTS = {
     "single": lambda forest: forest.single(),

@@ -209,18 +209,20 @@ ZERO_BY_GROUP = {
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "sao", "ppo with everything"), "a critic scores, not the group"),
     "flowrl": "the partition function is taken off, not the group's mean",
+    "compaction": "a critic scores, not the group",
     "remax": "a greedy completion scores, not the group",
     "reinforce_plus_plus": "the batch scores, not the group",
     "reinforce_plus_plus_baseline": "whitens over tokens of completions of different lengths",
     "treepo": "whitens as the one before",
     "prime": "process rewards differ, and it whitens as the one before",
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
-    **dict.fromkeys(("distillation", "distillation direct", "sdpo", "iw_opd"), "a teacher scores every token"),
+    **dict.fromkeys(("distillation", "distillation direct", "sdpo", "iw_opd", "mopd"), "a teacher scores every token"),
     "rae": "the agent's past scores, not the group",
     **dict.fromkeys(("prpo", "flash_reinforce", "spo"), "the batch scores, not the group"),
     "gvpo to the reference": "log-ratios are compared too",
     "topr": "a constant is taken off, not the group's mean",
     "raft_plus_plus": "the best are imitated, even where all are",
+    "ssd": "every completion is imitated",
 }
 
 

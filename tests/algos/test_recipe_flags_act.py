@@ -50,6 +50,7 @@ OF_EPISODES = {  # they act where agents write in turns, or where an advantage i
     "echo.observation_coef",
     "treepo.subtree_sizes",
     "echo.others",
+    "compaction.summaries",
 }
 
 

@@ -20,7 +20,7 @@ from funrl.algos import (
 from funrl.asynchrony.behaviour import StaleLossError, check_behaviour, reads_behaviour
 
 # Recipes whose ratio is to the engine that sampled.
-CORRECTED = {"dppo", "m2po", "rollout_is", "sao", "scalerl", "flash_reinforce"}
+CORRECTED = {"dppo", "m2po", "rollout_is", "sao", "scalerl", "flash_reinforce", "mopd"}
 
 
 def accepted(algorithm):

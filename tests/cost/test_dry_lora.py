@@ -86,3 +86,20 @@ def test_the_report_says_what_learns(tmp_path):
     flags = settings(model=write_config(tmp_path), dry_run=True, **LORA)
     text, _, _ = rank_report(flags, recipe("grpo")(), dry_run.RankWork(8, CPU))
     assert text.startswith("llama, 0.2 M parameters, of which 0.0 M are trained (rank 4), bfloat16, 1 device")
+
+
+def test_a_base_of_8_billion_in_4_bits_takes_5_instead_of_16_gigabytes(tmp_path):
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    flags = {"model": write_config(tmp_path, **sizes, intermediate_size=14336, vocab_size=32000), "dtype": "bfloat16"}
+    forms = {"auto": None, "nf4": None}
+    for form in forms:
+        job = plain("grpo", **flags, **LORA, base_format=form, token_budget=1024)
+        forms[form] = dry_run.estimate(job, 8, H100)
+    layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    others = 2 * (2 * 32000 * 4096 + 65 * 4096)
+    for phase in ("generate", "update_policy"):
+        whole, stored = (estimate.phases[phase].peak["weights"] for estimate in forms.values())
+        learning = 4 * own(forms["nf4"].job, "policy")
+        assert stored == pytest.approx(layers * 4.5 / 8 + others + learning, rel=0.02)
+        assert whole - stored == pytest.approx(layers * (16 - 4.5) / 8, rel=0.02)
+    assert forms["auto"].parameters == forms["nf4"].parameters

@@ -40,18 +40,20 @@ DEEPSEEK_V3 = {
 }
 
 
-def job_on(mesh, hardware, folder, ranks):
+def job_on(mesh, hardware, folder, ranks, cache_gb):
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     rows = {"batch_prompts": 8 * ranks, "samples_per_prompt": 8, "max_new_tokens": 2048}
-    flags = {"model": str(folder), "mesh": mesh, "generate_mesh": mesh, "dtype": "bfloat16"}
+    flags = {"model": str(folder), "mesh": mesh, "generate_mesh": mesh, "dtype": "bfloat16", "kv_cache_gb": cache_gb}
     return plain("grpo", memory=hardware.memory, **flags, **rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "mesh"), [("h200", 16, "ep8,tp2"), ("h100", 32, "ep4,tp8")])
-def test_the_engine_of_deepseek_v3_fits(name, ranks, mesh, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "ranks", "mesh", "cache_gb"), [("h200", 16, "ep8,tp2", 10.0), ("h100", 32, "ep4,tp8", None)]
+)
+def test_the_engine_of_deepseek_v3_fits(name, ranks, mesh, cache_gb, tmp_path):
     hardware = HARDWARE[name]
-    job = job_on(mesh, hardware, tmp_path, ranks)
+    job = job_on(mesh, hardware, tmp_path, ranks, cache_gb)
     assert 670e9 < trees.count(job.model.shapes) < 672e9
     costs = dry_run.estimate(job, 512, hardware, pool="generate").phases["generate"]
     wanted = layouts(job.model.shapes, job.model.axes, GENERATE, parse(mesh))

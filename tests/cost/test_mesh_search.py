@@ -60,16 +60,6 @@ def test_experts_are_split_over_ranks_of_an_engine_where_it_is_faster(tmp_path):
     assert of_64._engine_seconds(split) <= of_64._engine_seconds(split._replace(engine=16, engine_expert=1))
 
 
-def test_ranks_of_an_engine_that_records_masks_share_no_experts(tmp_path):
-    flags = {"model": write_config(tmp_path, **QWEN3_30B), "batch_prompts": 256, "max_new_tokens": 2048}
-    flags |= {"dtype": "bfloat16", "top_p": 0.8, "mask_replay": True}
-    small = H100._replace(memory=20e9)
-    of_64 = Space(settings(mesh="auto:64", **flags), 64, plain("grpo", **flags), ("data", "tensor"), small, 2560, True)
-    assert next(of_64.first()).engine_expert == 1
-    with pytest.raises(SettingsError, match="--mask_replay with --generate_mesh=ep2: ranks of ep share rows"):
-        plain("grpo", **flags, mesh="dp2", generate_mesh="ep2")
-
-
 def test_axes_that_the_model_has_nothing_for_are_told(tmp_path):
     models = plain("grpo", model=write_config(tmp_path)).models
     axes, unused = usable_axes(settings(), models)

@@ -48,16 +48,26 @@ def test_tokens_of_rows_are_those_of_the_messages(place):
 
 def test_pictures_go_with_their_rows():
     place = read_placement("train:dp1 generate:1", ONE)
-    flags = {"task": "shapes", "dry_run": True, "hardware": "cpu"}
+    flags = {"task": "shapes", "dry_run": True, "hardware": "cpu", "verify_sync": False}
     jobs = [plain("grpo", **flags), plain("grpo", **flags, assume_pictures=0)]
     seeing, blind = (pool_transfers(job, place, 11)[1] for job in jobs)
     row = 16 * 3 * 8 * 8 + 2 * 8 + 2 * 8  # patches, sizes, and the numbers of both
     assert seeing.sent - blind.sent == pytest.approx(16 * row)
-    assert (blind.messages, seeing.messages) == (1, 4)
+    assert (blind.messages, seeing.messages) == (3, 5)  # digests are of each row
+
+
+def test_masks_go_with_their_rows():
+    """Of each row the ids that could be sampled at 24 tokens, and of each of its 34 tokens their number."""
+    place = read_placement("train:dp1 generate:1", ONE)
+    flags = {"top_k": 5, "new_tokens_per_step": 8, "max_new_tokens": 24}
+    masked, plain_rows = (pool_transfers(plain("grpo", mask_replay=x, **flags), place, 10)[1] for x in (True, False))
+    row = 24 * 5 * 4 + 8 + 34 * 4
+    assert masked.sent - plain_rows.sent == pytest.approx(16 * row)
+    assert masked.messages == plain_rows.messages + 1
 
 
 def test_weights_to_one_rank_are_the_whole_model_once():
-    job = plain("grpo", mesh="dp2", fsdp=True)
+    job = plain("grpo", mesh="dp2", fsdp=True, verify_sync=False)
     weights, rows = pool_transfers(job, read_placement("train:dp2 generate:1", ONE), 10)
     whole = 4 * sum(x.numel() for x in trees.leaves(job.model.shapes))
     assert weights.received == whole and weights.sent == pytest.approx(whole / 2, rel=0.01)

@@ -73,10 +73,10 @@ def test_a_step_is_as_long_as_the_longer_side_where_both_work_at_once():
 @pytest.mark.slow
 def test_schedules_count_a_role_s_ranks_in_the_trainer_s_step():
     def run(place):
-        flags = {"staleness": 1, "lengths": "mean:2,max:4", "batch_prompts": 4, "samples_per_prompt": 2}
+        flags = {"staleness": 1, "lengths": "mean:2,max:4", "batch_prompts": 16, "samples_per_prompt": 2}
         settings = settings_of(place=place, dry_run=True, device="cpu", **flags)
         placement = read_placement(place, parse("dp1"))
-        work = Workload(lengths_of(settings, 4), 10, HARDWARE["cpu"])
+        work = Workload(lengths_of(settings, 16), 10, HARDWARE["cpu"])
         return placed_schedules(settings, placement, rollout_is(kl_coef=0.1), work, transfer=0.0)
 
     runs = [run(place) for place in ("generate:1 reference:1", "generate:1", "generate:1 reference:dp2")]

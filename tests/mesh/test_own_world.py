@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from funrl.mesh.launch import launch, submesh, unbound
 from funrl.mesh.mesh import parse, single
-from funrl.mesh.pools.own_world import as_whole_world
+from funrl.mesh.own_world import as_whole_world
 
 
 def summed(number, group=None):

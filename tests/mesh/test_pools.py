@@ -233,5 +233,5 @@ def test_each_pool_shows_progress_of_its_own(monkeypatch):
     assert not store.check([channel.progress_key(channel.GENERATING)])
     keys = []
     monkeypatch.setattr(channel, "wait_for_keys", lambda *given: keys.append(given[-1].key))
-    channel.write_value(channel.answer_key("seven", 7), "an answer")
+    channel.write_value(channel.answer_key("seven", 7), channel.PoolAnswer("an answer"))
     assert Requests(single(), "seven").answer(7, "an answer") == "an answer" and keys == [channel.progress_key("seven")]

@@ -15,7 +15,7 @@ from funrl.models.deployed import deployed
 from funrl.models.lora import with_lora
 from funrl.models.model import Lora
 from funrl.rollout.load_digest import tree_digest
-from funrl.rollout.remote.digests import trained_digests
+from funrl.rollout.remote.engine import trained_digests
 
 
 class PlantedFault(NamedTuple):

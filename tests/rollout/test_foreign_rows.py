@@ -19,7 +19,7 @@ from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import complete
 from funrl.rollout.load_digest import LoadDigest, adapted_digest
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.remote.digests import RemoteDigests, engine_digests, trained_digests
+from funrl.rollout.remote.engine import RemoteDigests, engine_digests, trained_digests
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import PolicyProof, SyncProof

@@ -18,7 +18,8 @@ from test_vllm_engine import FAMILIES
 from test_vllm_families import FAMILIES as FURTHER
 
 from funrl import trees
-from funrl.mesh.mesh import SINGLE
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import COMPUTE, STORED
 from funrl.models import decoder_model, place
 from funrl.models.deployed import deployed
@@ -29,7 +30,7 @@ from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.load_digest import adapted_digest, tree_digest
 from funrl.rollout.native.engine import native_engine
-from funrl.rollout.remote.digests import trained_digests
+from funrl.rollout.remote.engine import trained_digests
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.adapters import vllm_adapter_problem
@@ -143,6 +144,25 @@ def test_each_token_has_the_digest_of_the_adapter_that_sampled_it(served):
     assert {number for x in completed(engine, PROMPTS, GREEDY) for number in x.digests.tolist()} == {ours[2]}
     if server is not None:
         server.kill()
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_an_adapter_of_an_earlier_step_on_one_tensor_rank_shows_in_the_digests_of_all_rows():
+    adapted = Adapted(WIDE, ALL)
+
+    def program(mesh):
+        base = _vllm(adapted.plain, mesh, torch.float32, lora=adapted.lora)
+        base.record_digests = True
+        engine = adapted.engine(base)
+        numbers = []
+        for own in (2, 1):
+            adapted.give(engine, own if mesh.index("tensor") else 2, 2)
+            numbers.append({number for x in completed(engine, PROMPTS, GREEDY) for number in x.digests.tolist()})
+        return numbers, published_number(adapted, engine, 2)
+
+    (right, stale), ours = launch(program, parse("tp2"), "cpu")
+    assert right == {ours} and len(stale) == 1 and stale != right
 
 
 def tokens_and_versions(done):

@@ -9,7 +9,7 @@ from small_engines import CONFIGS, KINDS, NO_VLLM, PROMPTS, WIDE, assert_same, c
 from torch import tensor
 
 from funrl import trees
-from funrl.mesh.mesh import SINGLE
+from funrl.mesh.mesh import AXES, SINGLE
 from funrl.mesh.rules import COMPUTE, STORED
 from funrl.models import Inputs, decoder_model, place, with_fields
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
@@ -25,7 +25,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm, start_vllm
 from funrl.rollout.vllm.engine import WholeWeights
-from funrl.rollout.vllm.weights import unfused
+from funrl.rollout.vllm.weights import held_layouts, unfused
 
 needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
 FAMILIES = {
@@ -61,6 +61,7 @@ def test_a_cache_below_the_longest_sequence_is_refused():
         check_vllm(decoder_model(WIDE), "cpu", torch.float32, cache_bytes=1000)
 
 
+SPLIT_COLUMNS = ("o_proj.weight", "down_proj.weight")
 WHOLES = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -69,17 +70,28 @@ WHOLES = {
 
 
 def fused(config, params):
-    """The weights as vLLM's modules have them, the vocabulary padded."""
+    """The weights, or a rank's shards, as vLLM's modules have them, the vocabulary padded."""
     model = decoder_model(config)
     names = names_of(model)
-    held = {names[name][0]: x.reshape(names[name][1]) for name, x in trees.named(params)}
+    held = {}
+    for name, x in trees.named(params):
+        there, (rows, *columns) = names[name]
+        held[there] = x.reshape((rows, -1) if there.endswith(SPLIT_COLUMNS) else (-1, *columns))
     for name in list(held):
         for whole, (first, *others) in WHOLES.items():
             siblings = [name.replace(f".{first}.", f".{part}.") for part in (first, *others)]
             if f".{first}." in name and all(sibling in held for sibling in siblings):
                 held[name.replace(first, whole)] = torch.cat([held.pop(sibling) for sibling in siblings])
-    padding = torch.zeros(64 - config.vocab, config.embed)
+    padding = torch.zeros(max(0, 64 - config.vocab), config.embed)
     return {name: torch.cat([x, padding]) if len(x) == config.vocab else x for name, x in held.items()}
+
+
+def shards_of(config, params, rank):
+    """One of two tensor ranks' shards of weights, by name."""
+    layouts = held_layouts(decoder_model(config), dict.fromkeys(AXES, 1) | {"tensor": 2})
+    boxes = [layout.box(rank) for layout in trees.leaves(layouts)]
+    shards = zip(trees.named(params), boxes, strict=True)
+    return {name: x[tuple(slice(*interval) for interval in box)] for (name, x), box in shards}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -96,13 +108,34 @@ def test_fused_weights_are_taken_apart_again(name):
     packed = "model.layers.0.mlp.gate_up_proj.weight"
     away = [there for there, x in unfused(model, (held | {packed: torch.empty(0)}).get) if x is None]
     assert away == [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
-    assert {there.split(".")[-2] for there, x in unfused(model, held.get, tensor=2) if x is not None} <= {
-        "norm",
-        "input_layernorm",
-        "post_attention_layernorm",
-        "q_norm",
-        "k_norm",
-    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("vocab", "rank", "rows"), [(40, 0, 32), (40, 1, 8), (30, 0, 30), (30, 1, 0)])
+def test_fused_shards_of_a_tensor_rank_are_taken_apart_again(name, vocab, rank, rows):
+    """vLLM fills a vocabulary up to 64, of which each rank has 32; what it fills it with is not looked at."""
+    config = with_fields(FAMILIES[name], vocab=vocab)
+    model = decoder_model(config)
+    names = names_of(model)
+    shards = shards_of(config, weights(config), rank)
+    held = fused(config, shards)
+    for there in {"model.embed_tokens.weight", "lm_head.weight"} & set(held):
+        held[there] = torch.cat([held[there], torch.full((32 - rows, config.embed), torch.nan)])
+    again = dict(unfused(model, held.get, 2, rank))
+    assert len(again) == len(names) and len(shards["embed"]) == rows
+    for leaf, x in shards.items():
+        assert torch.equal(again[names[leaf][0]].reshape(x.shape), x), leaf
+
+
+def test_keys_of_fewer_heads_than_ranks_are_not_read_back():
+    """Each of four ranks has one of the two heads of keys and values."""
+    model = decoder_model(WIDE)
+    held = fused(WIDE, weights(WIDE))
+    qkv = "model.layers.0.self_attn.qkv_proj.weight"
+    read = dict(
+        unfused(model, {qkv: held[qkv][: 3 * 32], "model.norm.weight": held["model.norm.weight"]}.get, tensor=4)
+    )
+    assert [name for name, x in read.items() if x is not None] == ["model.norm.weight"]
 
 
 def test_weights_that_are_not_all_there_once_are_an_error_and_zeros():

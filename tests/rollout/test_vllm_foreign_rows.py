@@ -5,8 +5,12 @@ import torch
 from planted_faults import FAULTS, SERVER, VLLM, Steps, published, wrong_weights
 from small_engines import KINDS, NO_VLLM, WIDE, load
 
-from funrl.mesh.mesh import SINGLE
-from funrl.models import with_fields
+from funrl import trees
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import SINGLE, parse
+from funrl.mesh.rules import COMPUTE, STORED, shard
+from funrl.models import place, with_fields
+from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.engine import complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -21,9 +25,7 @@ HERE = {  # faults with a test of their own
     "slept_with_old_weights": "test_an_engine_that_wakes_with_the_weights_from_before",
     "earlier_run": "test_a_row_of_an_earlier_run",
 }
-
-
-UNSEEN = {VLLM: {"old_shard_of_a_rank"}, SERVER: set()}  # matrices of several tensor ranks are not read
+HERE_IN_PROCESS = {"old_shard_of_a_rank": "test_a_tensor_rank_with_old_shards"}
 
 
 @pytest.fixture(params=ENGINES)
@@ -44,7 +46,8 @@ def sampled_by(engine):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_every_fault_that_the_engine_can_have_is_planted(kind):
-    assert {name for name, fault in FAULTS.items() if kind in fault.engines} == {*WRONG, *HERE} | UNSEEN[kind]
+    own = HERE_IN_PROCESS if kind == VLLM else {}
+    assert {name for name, fault in FAULTS.items() if kind in fault.engines} == {*WRONG, *HERE, *own}
 
 
 @needs_vllm
@@ -99,6 +102,38 @@ def test_an_engine_that_wakes_with_the_weights_from_before(engine, monkeypatch):
     monkeypatch.setattr(engine.core, "wake", lambda: wake() or True)
     engine.resume()
     assert sampled_by(engine) == published(STEPS.old, engine.weights, STEPS.model)
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_a_tensor_rank_with_old_shards():
+    """All shards of a rank, those of one weight, or another copy of a norm that both have."""
+
+    def program(mesh):
+        engine = KINDS["vllm"].make(STEPS.model, mesh, torch.float32)
+        engine.record_digests = True
+        second = mesh.index("tensor") == 1
+        new, old = dict(trees.named(STEPS.new)), dict(trees.named(STEPS.old))
+        results = {}
+        for stale in ((), ("norm",), ("layers/0/mlp/down",), ("layers/1/attn/k",), ("unembed",), tuple(old)):
+            own = trees.from_named(STEPS.new, iter({**new, **{name: old[name] for name in stale}}.items()))
+            load(engine, STEPS.new, 2)
+            engine.core.reload(engine.weights.named(own if second else STEPS.new))
+            placed = place(STEPS.model, mesh, STORED, COMPUTE, torch.float32, STEPS.model.layer)
+            digest = sampled_by(engine)
+            try:
+                certified = certify(placed, shard(STEPS.new, placed.stored, mesh), engine, 2)["sync/verified"]
+            except SyncError as error:
+                certified = str(error)
+            results[stale] = digest, certified
+        return results, published(STEPS.new, engine.weights, STEPS.model)
+
+    results, ours = launch(program, parse("tp2"), "cpu")
+    (right, verified), *wrong = results.values()
+    assert right == ours and verified == 1.0
+    assert len({ours, *(number for number, _ in wrong)}) == len(results)
+    for stale, (_, message) in list(results.items())[1:]:
+        assert f"{stale[0]} differs" in message or (len(stale) > 1 and "differ" in message), message
 
 
 @needs_vllm

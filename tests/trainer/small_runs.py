@@ -19,6 +19,7 @@ from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import STORED, layouts
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.lora import with_lora
+from funrl.models.nf4_base import with_nf4
 from funrl.trainer import phases, startup
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs.job import RLJob
@@ -116,6 +117,8 @@ def resized(job, sizes):
     own = {name: valued if item.unembed is None else model for name, item in job.models.items()}
     adapted = {name: element for name, element in job.models.items() if element.adapters is not None}
     own |= {name: with_lora(own[name], entry.adapters.lora) for name, entry in adapted.items()}
+    if job.settings.adapters.nf4:
+        own = {name: with_nf4(item) for name, item in own.items()}
     return dataclasses.replace(job, model=model, models=own | {name: job.models[name] for name in job.directories})
 
 

@@ -26,9 +26,10 @@ pytestmark = pytest.mark.gloo
 STEPS = 4
 SETTINGS = {"minibatches": 1, "steps": STEPS, "max_new_tokens": 12, "eval_every": 9, "save_every": "2"}
 WINDOW = {"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3}
+MASKS = {"top_p": 0.8, "mask_replay": True}
 RUNS = {
     "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
-    "dp2": ({"place": "train:dp2 generate:1", "staleness": 2}, {"mesh": "dp2"}),
+    "dp2": ({"place": "train:dp2 generate:1", "staleness": 2, **MASKS}, {"mesh": "dp2", **MASKS}),
 }
 
 
@@ -67,6 +68,7 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
     ] == []
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "weights of policy by their digests"} <= compared
+    assert ({"kept", "kept_counts"} <= compared) == ("mask_replay" in together)
 
 
 class Delayed:

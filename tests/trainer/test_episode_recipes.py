@@ -24,6 +24,7 @@ REFUSED = {
     "gkd": "give --teacher=DIR",
     "sdpo": "give --teacher=DIR",
     "iw_opd": "give --teacher=DIR",
+    "mopd": "give --teacher=DIR",
 }
 OF_TURNS = ("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "rae")  # which read the turns of episodes
 TRAINED = [

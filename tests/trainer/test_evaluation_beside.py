@@ -64,13 +64,13 @@ class Events:
 
 def noted_steps():
     """Note in what writes an evaluation the step after which it does."""
-    begin = GroupWriter._begin_evaluation
+    begin = GroupWriter.begin_evaluation
 
-    def noted(writer, request):
-        begin(writer, request)
-        writer._heldout.step = request.step
+    def noted(writer, version, step):
+        begin(writer, version, step)
+        writer._heldout.step = step
 
-    return mock.patch.object(GroupWriter, "_begin_evaluation", noted)
+    return mock.patch.object(GroupWriter, "begin_evaluation", noted)
 
 
 async def after_the_next_step(write, delayed, writer, resident):

@@ -37,6 +37,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "top_p": (GRPO, {}, 0.5),
     "min_p": (GRPO, {}, 0.95),
     "mask_replay": (GRPO, {"top_p": 0.5}, True),
+    "raw_logp": (GRPO, {"temperature": 0.5}, True),
     "repetition_penalty": (GRPO, {}, 1e6),  # the logits of untrained weights are small
     "seed": (GRPO, {}, 1),
     "warmstart_steps": (GRPO, {}, 1),

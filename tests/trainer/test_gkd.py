@@ -148,7 +148,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
 def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, prompts):
     without = [name for name in recipes.NAMES if not reads_scores(recipes.recipe(name)())]
     given = [name for name in recipes.NAMES if kinds_of(recipes.recipe(name)()) == ("supervised",)]
-    assert set(without) == {"gkd", "distillation", "spin", *given} and "sft" in given
+    assert set(without) == {"gkd", "distillation", "iw_opd", "spin", "ssd", *given} and "sft" in given
     assert not reads_scores(distillation(kind="forward")) and not reads_scores(distillation(direct=True))
     assert reads_scores(dataclasses.replace(gkd(), filter=unequal_scores()))
     with pytest.raises(SettingsError, match=r"--prompts=.* needs --reward=FILE.py:function or --reward_model=DIR"):

@@ -20,7 +20,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement import board, groups
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.generate import GroupWriter
+from funrl.trainer.placement.generate import GroupWriter, ReplicaStep
 from funrl.trainer.placement.groups import ChosenPrompts, GroupGenerators
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import (
@@ -52,7 +52,9 @@ def new_generators(schedule=None, queue="tickets", replicas=1, **rule):
     schedule = schedule or PromptSchedule(PROMPTS, 4)
     generation = Generation(cast(Any, rewarded), schedule, Sampling(), PromptEvaluation((), Sampling()))
     with mock.patch.multiple(groups, ledger_rule=lambda *_: rule, needs_tokens=lambda *_: False):
-        generators = GroupGenerators(cast(Any, None), cast(Any, engine), generation, cast(Any, None))
+        generators = GroupGenerators(
+            cast(Any, None), cast(Any, engine), generation, cast(Any, SimpleNamespace(note=None))
+        )
     generators._board.replicas = replicas
     return generators
 
@@ -118,7 +120,7 @@ def test_a_resumed_run_begins_with_the_group_that_others_overtook():
     assert generators.saved({})["overtaken"].tolist() == [True, False]  # until the batch has been taken
     for place in (7, 10, 9, 12):
         deliver(works[place])
-    groups = generators._collected([]).groups
+    groups = generators._collected([])[0]
     assert [group.work.place for group in groups.values()] == [7, 9, 10, 12]
     generators.end_step()
     assert generators.ledger.version == 3 and generators.saved({})["overtaken"].tolist() == [True, False]
@@ -201,7 +203,7 @@ def test_what_the_trainer_asks_for_again_comes_first():
     works = [replica.next_group() for _ in range(4)]
     for work in works:
         deliver(work)
-    generators._groups = generators._collected([]).groups
+    generators._groups = generators._collected([])[0]
     generators._newest = tuple(generators._groups)
     generators.keep(np.array([0, 2]))
     assert generators._lost == [1, 3]
@@ -223,7 +225,7 @@ def test_without_staleness_groups_begin_when_they_are_asked_for():
     assert first.next_group() is None, "there is no further group"
     for work in works:
         deliver(work)
-    generators._groups = generators._collected(numbers).groups
+    generators._groups = generators._collected(numbers)[0]
     assert list(generators._groups) == numbers == [0, 1, 2, 3]
     generators._newest = tuple(numbers)
     generators.keep(np.array([0, 3]))
@@ -293,7 +295,7 @@ def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
     (_, beside) = group_parts(GroupWork(0, 0, prompt, baseline=True), Sampling(samples=3))
     ((sampling, (seed,)),) = group_parts(GroupWork(0, None, asked), Sampling(samples=3))
     assert sampling.greedy and sampling.samples == 1 and seed == request_seed(asked.seed, 2)
-    assert beside.sampling == sampling and beside.seeds == [prompt.baseline_seed]
+    assert beside == (sampling, [prompt.baseline_seed])
 
 
 def test_a_shown_sample_has_the_score_of_its_own_prompt():
@@ -351,9 +353,11 @@ def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
-    writer._evaluation = None
     writer._reported = 5
     writer._measured = True
+    writer._held = {}
+    writer._decide = lambda answers: ReplicaStep(weights=buffer.arrived() is not None)
+    writer.step = lambda: None
     writer._generator = cast(Any, SimpleNamespace(engine=engine))
     writer.take_version(5)
     assert engine.version == 5 and buffer.next == 6

@@ -122,6 +122,7 @@ RUNS = {  # algorithm, environment, mesh, and further settings
     "episodes": (GRPO, Alike, "dp2", {"steps": 2, "save_rollouts": 1}),
     "earlier self": (GRPO, None, "dp2", {"agents": "rival:frozen:2", "steps": 3, "minibatches": 1}),
     "second policy": (GRPO, None, "dp1", {"agents": "rival:policy:second", "steps": 2, "minibatches": 1}),
+    "masks": (GRPO, None, "dp2", {"top_p": 0.8, "temperature": 0.7, "mask_replay": True, "on_gap": "stop"}),
     "patches": (GRPO, None, "dp2", {"fsdp": True, "dtype": "bfloat16", "lr": 1e-6, "steps": 4}),
     "two devices": (GRPO, None, "dp2", {"fsdp": True, "probe_sync_every": 1, "reward": reward}),
 }

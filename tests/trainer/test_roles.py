@@ -189,7 +189,7 @@ def test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it(teacher
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     hf.save(tmp_path, TINY, TINY.init(torch.Generator().manual_seed(1)), character_tokenizer(arithmetic.ALPHABET[::-1]))
     with pytest.raises(SettingsError, match="tokenizer is not the policy's"):
-        prepare(settings_of(teacher=str(tmp_path), compile="off"), distillation)
+        prepare(settings_of(teacher=str(tmp_path), compile="off"), functools.partial(distillation, direct=True))
     with pytest.raises(SettingsError, match="nowhere"):
         prepare(settings_of(teacher="nowhere", compile="off"), distillation)
 

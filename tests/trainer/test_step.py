@@ -35,7 +35,7 @@ from funrl.trainer.steps.step_rows import split_rows, take
 
 MANY = 1 << 20  # tokens: everything in one micro-batch
 FEW = 24  # tokens: one or two rows in a micro-batch
-PLAIN: dict[str, Any] = {"batch_prompts": 4, "samples_per_prompt": 3, "max_new_tokens": 6}
+PLAIN: dict[str, Any] = {"batch_prompts": 4, "samples_per_prompt": 3, "max_new_tokens": 6, "verify_sync": False}
 
 
 @functools.cache

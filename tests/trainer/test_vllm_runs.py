@@ -196,7 +196,11 @@ def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_ro
 
 
 @needs_vllm
-@pytest.mark.parametrize("how", [{"top_p": 0.8, "temperature": 0.7}, {"top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"top_p": 0.8, "temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "new_tokens_per_step": 2, "max_new_tokens": 6}],
+    ids=str,
+)
 def test_masks_of_vllm_are_those_of_the_native_engine(how):
     settings = {"compose": GRPO, "sizes": SIZES, "dtype": "float32", "mask_replay": True, **how}
     done, peer = (run_steps(2, engine=engine, **settings) for engine in ("vllm", "native"))
@@ -282,6 +286,7 @@ def check_placed(**settings):
     assert len(done) == 3 and [x["reward/mean"] for x in done] == [x["reward/mean"] for x in native]
     gaps = [metrics["rollout/logprob_gap_max"] for metrics in done]
     assert 0 < max(gaps) < 1e-4  # of a step it may be 0: by the native engine it is in all
+    assert {metrics["sync/verified"] for metrics in done} == {1.0}
 
 
 @functools.cache

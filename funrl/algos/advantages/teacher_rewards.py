@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Advantage, stateless
+from funrl import trees
+from funrl.algos.core import Advantage, Signal, stateless
 from funrl.algos.losses.kl import kl_estimate
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 
 
-def teacher_advantage(kind: str = "k1", reward_share: float | None = None) -> Advantage:
+def teacher_advantage(kind: str = "k1", reward_coef: float = 1.0, teacher_coef: float = 1.0) -> Advantage:
     """Replace the reward by -KL(pi_old || pi_teacher) per token.
 
     If `signal.x` is already [B, T], it is added. Outcomes [B] are dropped, including all changes by earlier pieces: to
@@ -19,23 +20,39 @@ def teacher_advantage(kind: str = "k1", reward_share: float | None = None) -> Ad
 
     Args:
       kind: the estimator of the KL, as in `funrl.algos.kl`.
-      reward_share: factor of a signal that is added, from 0 to 1; the teacher's has the rest. None: both have 1.
-    Needs: old_logp, teacher_logp [B, T].
-
-    Raises:
-      ValueError: the share is not from 0 to 1.
+      reward_coef, teacher_coef: factors of a signal that is added, and of the teacher's.
+    Needs: old_logp, teacher_logp [B, T]; and, for a teacher with another tokenizer, teacher_span: the KL is then
+      estimated from both log-probabilities of a span, and all of its tokens get it. A token in no span gets 0.
     References: Lu and Thinking Machines, 2025, https://thinkingmachines.ai/blog/on-policy-distillation
     """
-    if reward_share is not None and not 0 <= reward_share <= 1:
-        raise ValueError(f"teacher_advantage(reward_share={reward_share}): give a share from 0 to 1, or None")
     estimate = kl_estimate(kind)
-    of_reward, of_teacher = (1.0, 1.0) if reward_share is None else (reward_share, 1 - reward_share)
 
-    def reward(x: Tensor, batch: Batch) -> Tensor:
-        kl_BT = of_teacher * where_masked(estimate(batch.old_logp, batch.teacher_logp), batch.mask)
-        return -kl_BT if x.dim() == 1 else of_reward * where_masked(x, batch.mask) - kl_BT
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
+        logps = [where_masked(x, batch.mask) for x in (batch.old_logp, batch.teacher_logp)]
+        span_BT = batch.get("teacher_span")
+        if span_BT is not None:  # sums have the tokens that earlier pieces took off the signal's mask
+            logps = [span_sums(x, span_BT) for x in logps]
+        x = -teacher_coef * where_masked(estimate(*logps), signal.mask)
+        if signal.x.dim() == 2:
+            x = x + reward_coef * where_masked(signal.x, signal.mask)
+        return signal._replace(x=x), state
 
-    return stateless(reward)
+    return Advantage(lambda: (), update)
+
+
+def span_sums(x_BT: Tensor, span_BT: Tensor) -> Tensor:
+    """Sums over the tokens of each span, at each of them; 0 in no span.
+
+    Args:
+      x_BT: 0 outside of the mask.
+      span_BT: place of the last token of each token's span; -1: in none.
+    """
+    inside_BT = span_BT >= 0
+    place_BT = span_BT.clamp_min(0).long()
+    sum_BT = torch.zeros_like(x_BT, dtype=torch.float64).scatter_add(
+        1, place_BT, torch.where(inside_BT, x_BT, 0).double()
+    )
+    return torch.where(inside_BT, sum_BT.gather(1, place_BT), 0).to(x_BT.dtype)
 
 
 def weigh_early_tokens(gamma: float = 0.5) -> Advantage:

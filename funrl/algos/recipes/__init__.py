@@ -38,6 +38,8 @@ _FIRST = (  # in lists; other files follow by name
     "gkd",
     "sdpo",
     "iw_opd",
+    "mopd",
+    "ssd",
     "sft",
     "dpo",
     "online_dpo",

@@ -40,8 +40,12 @@ def sdpo(
     Warning: the teacher's advantage is of sampled tokens; the paper also compares the most probable tokens, as
       `distillation --kind=forward` does.
     """
+    if not 0 <= reward_share <= 1:
+        raise ValueError(f"sdpo(reward_share={reward_share}): give a share from 0 to 1")
     return Algorithm(
-        advantage=chain(group_center(), group_scale(std_eps), to_tokens(), teacher_advantage("k1", reward_share)),
+        advantage=chain(
+            group_center(), group_scale(std_eps), to_tokens(), teacher_advantage("k1", reward_share, 1 - reward_share)
+        ),
         losses={
             "policy": reduce(with_regularizers(clipped_surrogate(clip_low, clip_high), 0.0, entropy_coef), token_mean())
         },

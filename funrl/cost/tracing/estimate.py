@@ -26,6 +26,7 @@ from funrl.models.fsdp import layers_of_group
 from funrl.models.lora import decoder_of
 from funrl.models.vision.config import VisionLanguageConfig
 from funrl.models.vision.model import VISION
+from funrl.models.weight_dtypes import weight_dtype
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.sharding import stored_rules
@@ -279,7 +280,7 @@ def unembedding(parts: Parts) -> trees.Tree:
 
 def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> trees.Tree:
     """Make rank 0's weights in these layouts and hold them."""
-    params = trees.map(lambda layout: tracer.empty(layout.local_shape(0), dtype), stored)
+    params = trees.map_named(lambda name, x: tracer.empty(x.local_shape(0), weight_dtype(name, dtype)), stored)
     tracer.hold_tree(params, "weights")
     return params
 

@@ -8,6 +8,7 @@ rank (`handover`, `reshard`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import threading
 import time
@@ -35,6 +36,32 @@ PROGRESS_S = 5.0  # between two signs of progress
 _T = TypeVar("_T")
 
 
+class MethodCall(NamedTuple):
+    """A request to call a method of the answering side.
+
+    Attributes:
+      method: its name.
+      arguments: of it.
+    """
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+class PoolAnswer(NamedTuple):
+    """Answer to a request.
+
+    Attributes:
+      value: as the request says; None where there is a problem.
+      notes: remarks since the answer before.
+      problem: error that ends the run; None without one.
+    """
+
+    value: Any = None
+    notes: Sequence[str] = ()
+    problem: Exception | None = None
+
+
 class End(NamedTuple):
     """The last request.
 
@@ -45,20 +72,22 @@ class End(NamedTuple):
     result: Any
 
 
+@dataclasses.dataclass(eq=False)
 class Requests:
-    """The asking side, on every rank of a mesh."""
+    """The asking side, on every rank of a mesh.
 
-    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
-        """Begin without a request.
+    Attributes:
+      mesh: of the asking ranks; this process is one of them.
+      pool: name of the answering ranks.
+      posted: number of requests.
+      note: receives remarks of answers.
+    """
 
-        Args:
-          mesh: of the asking ranks; this process is one of them.
-          pool: name of the answering ranks.
-        """
-        self.mesh = mesh
-        self.pool = pool
-        self.posted = 0
-        self._kept = 0  # number of the oldest request in the store
+    mesh: Mesh
+    pool: str = GENERATING
+    posted: int = 0
+    note: Callable[[str], None] = lambda text: None
+    _kept: int = 0  # number of the oldest request in the store
 
     def post(self, request: object) -> int:
         """Send a request; returns its number. Every rank calls it, with the same request."""
@@ -70,7 +99,7 @@ class Requests:
         return number
 
     def answer(self, number: int, waits_for: str) -> Any:
-        """Wait for the answer to a request, on every rank. Collective.
+        """Wait for the value of the answer to a request, on every rank, and show its remarks. Collective.
 
         Args:
           number: of `post`.
@@ -80,17 +109,22 @@ class Requests:
 
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
+          Exception: `PoolAnswer.problem`.
         """
         key = answer_key(self.pool, number)
         entered(waits_for)
         limit = ProgressLimit(self.mesh.timeout, waits_for, progress_key(self.pool))
         wait_for_keys([key], self.mesh.world, limit)
-        value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
+        value, notes, problem = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         for oldest in range(self._kept, number - KEPT_REQUESTS + 1) if self.mesh.rank == 0 else ():
             remove_value(request_key(self.pool, oldest))
             remove_value(answer_key(self.pool, oldest))
         self._kept = max(self._kept, number - KEPT_REQUESTS + 1)
+        for text in notes:
+            self.note(text)
+        if problem is not None:
+            raise problem
         return value
 
     def ask(self, request: object, waits_for: str) -> Any:
@@ -98,19 +132,19 @@ class Requests:
         return self.answer(self.post(request), waits_for)
 
 
+@dataclasses.dataclass(eq=False)
 class Answers:
-    """The answering side, on every rank of a mesh."""
+    """The answering side, on every rank of a mesh.
 
-    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
-        """Begin before the first request.
+    Attributes:
+      mesh: of the answering ranks; this process is one of them.
+      pool: as of `Requests`.
+      taken: number of requests so far.
+    """
 
-        Args:
-          mesh: of the answering ranks; this process is one of them.
-          pool: as of `Requests`.
-        """
-        self.mesh = mesh
-        self.pool = pool
-        self.taken = 0
+    mesh: Mesh
+    pool: str = GENERATING
+    taken: int = 0
 
     def take(self, waits_for: str) -> Any:
         """The next request, on every rank; an `End` where the asking side has ended. Collective.
@@ -155,10 +189,10 @@ class Answers:
             if self.mesh.rank == 0:
                 thread.join()
 
-    def answer(self, value: object) -> None:
-        """Answer the newest request. Only the first rank's value counts."""
+    def answer(self, *answer: Any) -> None:
+        """Answer the newest request. Only the first rank's answer counts. Args: fields of a `PoolAnswer`."""
         if self.mesh.rank == 0:
-            write_value(answer_key(self.pool, self.taken - 1), value)
+            write_value(answer_key(self.pool, self.taken - 1), PoolAnswer(*answer))
         beat()
 
 

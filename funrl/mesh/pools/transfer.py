@@ -304,17 +304,14 @@ class WeightReceiver:
         stream = _stream_beside(self.mesh.device)
         try:
             with beside_the_program(), _on_stream(stream):
-                while self._await_next():
+                while True:
+                    self._wait(lambda: self._arrived is None and run_store().check([f"{TRANSFERS_KEY}/{self._next}"]))
+                    if self._ended.is_set():
+                        return
                     with spans.span("receive_weights"):
                         self._receive_next()
         except BaseException as error:  # raised where the program looks for weights
             self._problem = error
-
-    def _await_next(self) -> bool:
-        """Wait for the next transfer, and until there is room for it; False: none follows."""
-        key = f"{TRANSFERS_KEY}/{self._next}"
-        self._wait(lambda: self._arrived is None and run_store().check([key]))
-        return not self._ended.is_set()
 
     def _wait(self, look: Callable[[], bool]) -> None:
         """Wait until `look` is true, or no transfer follows."""

@@ -14,6 +14,7 @@ from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.low_rank import low_rank_linear
 from funrl.compiled_kernels.float8 import RowScaled
 from funrl.compiled_kernels.linear import linear_in_parts
+from funrl.compiled_kernels.nf4 import Nf4Weight
 from funrl.compiled_kernels.packed import parts_of
 from funrl.mesh.mesh import Mesh
 from funrl.models.low_rank import LowRank, Weight, add_factors, multiply
@@ -49,7 +50,7 @@ def multiply_and_sum(x: Tensor, weight: Weight, mesh: Mesh, split: bool) -> Tens
     return out
 
 
-def _sums(x: Tensor, weights: Sequence[Tensor | RowScaled], mesh: Mesh, split: bool) -> list[Tensor]:
+def _sums(x: Tensor, weights: Sequence[Tensor | RowScaled | Nf4Weight], mesh: Mesh, split: bool) -> list[Tensor]:
     """Products with several weights, summed over tensor ranks in one collective."""
     ranks = mesh.size("tensor")
     terms = x.shape[-1] * ranks

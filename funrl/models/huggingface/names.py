@@ -77,7 +77,7 @@ def names_of(model: Model) -> Names:
 
     Example: {"layers/0/attn/q": ("model.layers.0.self_attn.q_proj.weight", (H * N, D)), ...}
     """
-    shapes = {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
+    shapes = {name: tuple(x.shape) for name, x in trees.named((model.whole or model).shapes)}
     config = model.config
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     own = isinstance(config, ModuleConfig)

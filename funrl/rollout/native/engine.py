@@ -263,13 +263,7 @@ class NativeEngine:
         self._sequences.routes = routes
 
     def record_kept(self, wanted: bool) -> None:
-        """Record in completions the tokens that truncated sampling could take, or do not.
-
-        Raises:
-          ModelError: several ranks of expert share rows.
-        """
-        if wanted and self._ranks > 1:
-            raise ModelError("record_kept is True: ranks of expert share rows, which are not recorded; leave it out")
+        """Record in completions the tokens that truncated sampling could take, or do not."""
         self._sequences.records_kept = wanted
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -135,21 +135,36 @@ class ExpertLanesBackend(TorchBackend):
         self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
     ) -> SampledRows:
         """Sample the rows of this lane, and gather those of all lanes."""
-        source = source_R.cpu().numpy()
-        at_R, rows = places_in_lanes(self._lane_M[source], self.lanes)
-        own_R = np.flatnonzero(self._lane_M[source] == self._own)
-        device = output_M.device
-
-        def own_rows(x: Tensor | None, index_R: np.ndarray) -> Tensor | None:
-            if x is None:
-                return None
-            return x[device_copy(np.pad(index_R, (0, rows - len(index_R))), device)]
-
-        place_R = device_copy(np.pad(self._place_M[source[own_R]], (0, rows - len(own_R))), device)
-        sampled = super().sample(output_M, place_R, own_rows(noise_R, own_R), sampling, own_rows(seen_RV, own_R))
-        all_R = device_copy(at_R, device)
+        own_R, place_R, all_R = self._lane_of(source_R)
+        noise_R, seen_RV = (None if x is None else x[own_R] for x in (noise_R, seen_RV))
+        sampled = super().sample(output_M, place_R, noise_R, sampling, seen_RV)
         token_R, sampling_logp_R, raw_logp_R = (x[all_R] for x in self._of_all_lanes(sampled))
         return token_R, sampling_logp_R, raw_logp_R
+
+    def keep(self, output_M: Tensor, source_R: Tensor, token_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """As `TorchBackend.keep` of the rows of this lane; the results are those of all lanes."""
+        own_R, place_R, all_R = self._lane_of(source_R)
+        kept = super().keep(output_M, place_R, token_R[own_R], sampling)
+        logp_R, bits_RB = (all_gather(x, self.mesh, "expert")[all_R] for x in kept)
+        return logp_R, bits_RB
+
+    def _lane_of(self, source_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of this lane among some that sample.
+
+        Args:
+          source_R: position of each row among those of the last pass.
+
+        Returns: indices of this lane's rows, padded with 0 to the most of a lane; the output of each; the place of
+          every row where the lanes stand one after the other.
+        """
+        source = source_R.cpu().numpy()
+        lane_R = self._lane_M[source]
+        all_R, rows = places_in_lanes(lane_R, self.lanes)
+        own_R = np.flatnonzero(lane_R == self._own)
+        padding = 0, rows - len(own_R)
+        indices = np.pad(own_R, padding), np.pad(self._place_M[source[own_R]], padding), all_R
+        own, place, everywhere = (device_copy(x, source_R.device) for x in indices)
+        return own, place, everywhere
 
     def decode(
         self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare

@@ -64,6 +64,7 @@ def spec_of_adapter(model: Model, weights: WeightSpec, lora: Lora) -> WeightSpec
     Raises:
       ModelError: the model takes no adapters, or has none of the targets.
     """
+    model = model.whole or model
     adapted = with_lora(model, lora)
     if not set(lora.targets).intersection(name.rsplit("/", 1)[-1] for name, _ in trees.named(model.shapes)):
         raise ModelError(f"an adapter of {', '.join(sorted(lora.targets))}, none of which the model has")

@@ -19,7 +19,7 @@ from funrl.mesh.pools.placement import GeneratorBounds
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.cluster import ClusterError, devices_of_cluster, import_ray
-from funrl.rollout.remote.digests import EngineDigests
+from funrl.rollout.remote.engine import EngineDigests
 
 TURN_S = 0.2  # between two turns of the thread without an event
 SHORT_S = 10.0  # with fewer generators than the run waits for, after which a line says so

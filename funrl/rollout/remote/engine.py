@@ -1,93 +1,172 @@
-"""An engine on other ranks, as the trainer ranks see it: it takes weights, and proves that it holds them."""
+"""An engine on other ranks, as the trainer ranks see it: it takes weights, and proves that it holds them.
+
+For the proof each side adds up digests of its own parts, those of `certificate`. Three numbers cross for each weight.
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from funrl.mesh.collectives import from_first_rank
-from funrl.mesh.pools.channel import Requests
+from funrl import trees
+from funrl.mesh.collectives import from_first_rank, pmax, psum
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.mesh.pools.channel import MethodCall, Requests
 from funrl.mesh.pools.transfer import SentWeights, WeightSender
+from funrl.mesh.rules import Layout
 from funrl.models.deployed import DeviceWeights
-from funrl.rollout.elsewhere import Greedy
-from funrl.rollout.engine import WeightSpec
-from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
+from funrl.models.weight_dtypes import weight_dtype
+from funrl.rollout.certificate import (
+    SyncError,
+    differing_weights,
+    digest,
+    faults_everywhere,
+    first_copy,
+    first_fault,
+    held_digest,
+    largest_gap,
+    readable_weights,
+)
+from funrl.rollout.elsewhere import Compared, Greedy
+from funrl.rollout.engine import Engine, WeightSpec
 
 
-class LoadRequest(NamedTuple):
-    """Take weights by the engine's plan, rank to rank. They follow its answer, which is None.
+class EngineDigests(NamedTuple):
+    """Sums over the engine's ranks.
 
     Attributes:
-      version: of the weights.
-      base: whether they are the base weights of adapters.
-      model: name of the agents' model whose weights they are; "": they are the policy's.
+      version: of the engine's weights.
+      digests: of each weight: of its first copies, and of all copies; weights that cannot be read are left out.
+      faults: a missing or unknown name, or a wrong shape or dtype, on some rank.
+    """
+
+    version: int | None
+    digests: Mapping[str, tuple[int, int]]
+    faults: tuple[str, ...]
+
+
+class RemoteDigests(NamedTuple):
+    """Digests of this rank's parts of the trainer's weights, before they are compared; as `SyncDigests`.
+
+    Attributes:
+      version: of the sync.
+      mesh: of the trainer.
+      trained: layout of each weight in the trainer, by name.
+      weights: the engine's.
+      own_N2: of each weight of `weights`, the digests of the trainer's first copies and of all its copies.
+      engine: waits for the digests of the engine's ranks. Collective.
+      ready: whether the engine's ranks hold that version. Collective.
     """
 
     version: int
-    base: bool
-    model: str = ""
+    mesh: Mesh
+    trained: Mapping[str, Layout]
+    weights: WeightSpec
+    own_N2: Tensor
+    engine: Callable[[], EngineDigests]
+    ready: Callable[[], bool]
+
+    def whole_digests(self) -> dict[str, int]:
+        """Digests of the trainer's whole weights, by name. Collective over its ranks."""
+        names = [name for name, _ in trees.named(self.weights.layouts)]
+        return dict(zip(names, psum(self.own_N2, self.mesh, AXES)[:, 0].tolist(), strict=True))
+
+    def compare(self) -> Compared:
+        """Wait for the digests of both sides and compare them. Collective.
+
+        Raises:
+          SyncError: a weight differs or is missing; raised on every rank.
+        """
+        placed = self.weights.held_layouts
+        ours = dict(zip(placed, psum(self.own_N2, self.mesh, AXES).tolist(), strict=True))
+        version, digests, faults = self.engine()
+        before = f"after the sync of version {self.version} the generators do not hold the trainer's weights: "
+        if version != self.version:
+            faults = (f"the version is {version}", *faults)
+        if faults:
+            raise SyncError(before + first_fault(faults))
+        wrong = differing_weights(self.trained, placed, {name: (*ours[name], *x) for name, x in digests.items()})
+        if wrong:
+            raise SyncError(f"{before}{wrong[0]} differs; {len(wrong)} of {len(digests)} weights differ")
+        return Compared(len(digests) == len(placed), {name: ours[name][0] for name in digests})
 
 
-class DigestsRequest(NamedTuple):
-    """Add up the digests of the weights of a version, held or on their way. Its answer is `EngineDigests`.
+def trained_digests(source: DeviceWeights, weights: WeightSpec) -> Tensor:
+    """[N, 2] digests of this rank's parts of the trainer's weights, in the engine's dtypes."""
+    rows = []
+    for name, _ in trees.named(weights.layouts):
+        dtype = weight_dtype(name, weights.dtype)
+        layout = source.stored[name]
+        own = digest(source.weight(name), layout, source.mesh.rank, dtype, signed_zeros=weights.signed_zeros)
+        own = own.to(source.mesh.device)
+        rows.append(torch.stack([own * first_copy(source.stored[name], source.mesh), own]))
+    return torch.stack(rows)
 
-    Attributes:
-      version: of the weights.
-      base: whether they are the base weights of adapters.
-      model: as in `LoadRequest`.
+
+def engine_digests(engine: Engine) -> EngineDigests:
+    """Sums of the digests of the engine's weights, on each of its ranks. Collective over its mesh."""
+    spec = engine.weights
+    mesh = spec.mesh
+    placed = spec.held_layouts
+    own = {name: torch.zeros(3, dtype=torch.int64, device=mesh.device) for name in placed}
+    faults = list[str]()
+    parts: dict[str, Tensor] = {}
+    for name, held in readable_weights(spec, engine.held_weights(), faults):
+        if held is None:
+            own[name][2] = 1
+            continue
+        number = parts[name] = held_digest(held, placed[name], spec).to(mesh.device)
+        own[name] = torch.stack([number * first_copy(placed[name], mesh), number, number.new_zeros(())])
+    engine.take_digests(parts)
+    sums = psum(torch.stack(list(own.values())), mesh, AXES).tolist()
+    digests = {name: (once, every) for name, (once, every, unread) in zip(placed, sums, strict=True) if not unread}
+    return EngineDigests(engine.version, digests, tuple(faults_everywhere(faults, mesh)))
+
+
+def compared_greedy(own: Greedy, mesh: Mesh) -> Greedy:
+    """Greedy completions of the first replica, with the gap to the others. Collective over the engine's mesh.
+
+    Args:
+      own: of this rank's replica.
+      mesh: of the engine.
     """
-
-    version: int
-    base: bool
-    model: str = ""
-
-
-class GreedyRequest(NamedTuple):
-    """Complete a text greedily. Its answer is `Greedy`.
-
-    Attributes:
-      prompts: token ids.
-      new_tokens: of each completion.
-      version: of the weights.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    new_tokens: int
-    version: int
+    tokens_BS, logp_BS, _ = own
+    first = mesh.rank == 0
+    first_BS = psum(tokens_BS if first else torch.zeros_like(tokens_BS), mesh, AXES)
+    first_logp_BS = psum(logp_BS if first else torch.zeros_like(logp_BS), mesh, AXES)
+    gap = pmax(largest_gap(logp_BS, first_logp_BS, tokens_BS != first_BS), mesh, AXES)
+    return Greedy(first_BS.cpu(), first_logp_BS.cpu(), gap.item())
 
 
+@dataclasses.dataclass(eq=False)
 class RemoteEngine:
     """An engine of the generating ranks.
 
     Attributes:
       weights: the form in which it takes weights; its mesh is that of the generating ranks.
-      version: version of the weights that it was sent last; None: none were.
       requests: the way to those ranks.
+      base: whether it has the weights that adapters stand on.
+      model: name of the agents' model that it has; "": the policy.
+      version: version of the weights that it was sent last; None: none were.
       sender: sends all weights but the first in the background.
       held: version -> whether all generators hold it, before their proof is asked for; asked on the first rank that
         trains. By default the proof waits for them.
       ahead: whether these ranks generate while others train, so that all weights come at once.
     """
 
-    def __init__(self, weights: WeightSpec, requests: Requests, *, base: bool = False, model: str = "") -> None:
-        """Make the engine without weights.
-
-        Args:
-          weights, requests: its attributes.
-          model: name of the agents' model that it has; "": the policy.
-          base: whether it has the weights that adapters stand on.
-        """
-        self.weights = weights
-        self.version: int | None = None
-        self.requests = requests
-        self.base = base
-        self.model = model
-        self.sender: WeightSender | None = None
-        self.held: Callable[[int], bool] = lambda version: True
-        self.ahead = False
+    weights: WeightSpec
+    requests: Requests
+    base: bool = False
+    model: str = ""
+    version: int | None = None
+    sender: WeightSender | None = None
+    held: Callable[[int], bool] = lambda version: True
+    ahead: bool = False
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Send weights. Collective over the trainer ranks.
@@ -97,7 +176,8 @@ class RemoteEngine:
           version: of the weights.
         """
         # A message from rank to rank waits no longer than --timeout, and rows that are being generated may take longer.
-        self.requests.ask(LoadRequest(version, self.base, self.model), "the generators' rows before new weights")
+        request = MethodCall("load", (version, self.base, self.model))
+        self.requests.ask(request, "the generators' rows before new weights")
         collections.deque(named_weights, maxlen=0)
         self.version = version
 
@@ -131,19 +211,20 @@ class RemoteEngine:
         own = trained_digests(source, self.weights)
         mesh = source.mesh
 
-        def theirs() -> EngineDigests:
-            return self.requests.ask(
-                DigestsRequest(version, self.base, self.model), f"the generators' weights {version}"
-            )
-
-        def held() -> bool:
-            return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)
-
-        return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, ready=held)
+        request = MethodCall("digests", (version, self.base, self.model))
+        return RemoteDigests(
+            version,
+            mesh,
+            source.stored,
+            self.weights,
+            own_N2=own,
+            engine=lambda: self.requests.ask(request, f"the generators' weights {version}"),
+            ready=lambda: from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh),
+        )
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of the engine's first replica. Collective over the trainer ranks."""
-        request = GreedyRequest(prompts, new_tokens, self.version or 0)
+        request = MethodCall("greedy", (self.version or 0, prompts, new_tokens))
         tokens_BS, logp_BS, spread = self.requests.ask(request, "the generators' probe")
         device = self.requests.mesh.device
         return Greedy(tokens_BS.to(device), logp_BS.to(device), spread)

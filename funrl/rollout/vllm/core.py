@@ -22,7 +22,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.own_world import as_whole_world
+from funrl.mesh.own_world import as_whole_world
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields
 from funrl.models.model import Model
@@ -97,7 +97,7 @@ class LocalCore:
     Attributes:
       engine: vLLM's LLMEngine.
       model: the model that it runs.
-      tensor: ranks that share the model.
+      mesh: whose "tensor" ranks share the model.
       page_bytes: of keys and values of a page on a rank.
       record_kept: as in `VLLMOptions`.
       generation: always 0: it loses no requests.
@@ -105,7 +105,7 @@ class LocalCore:
 
     engine: Any
     model: Model
-    tensor: int
+    mesh: Mesh
     page_bytes: int
     record_kept: bool = False
     generation: int = 0
@@ -212,7 +212,7 @@ class LocalCore:
         """Weights by their Hugging Face names; see `Core`."""
         module = self.runner.get_model()
         read = functools.partial(read_weight, module, tied=self.model.config.tied)
-        return unfused(self.model, read, self.tensor)
+        return unfused(self.model, read, self.mesh.size("tensor"), int(self.mesh.index("tensor")))
 
     def load_adapter(self, number: int, scale: float, factors: Mapping[str, Tensor]) -> None:
         """Add an adapter, or replace it; see `Core`."""
@@ -344,7 +344,7 @@ def start_vllm(model: Model, mesh: Mesh, dtype: torch.dtype, options: VLLMOption
             **slot_options(model, options.lora, options.adapters),
         )
         engine = ending_alone(LLMEngine.from_engine_args(args))
-        core = LocalCore(engine, model, tensor, page_bytes=page_bytes, record_kept=options.record_kept)
+        core = LocalCore(engine, model, mesh, page_bytes=page_bytes, record_kept=options.record_kept)
         if mesh.device.type == "cpu":
             rotate_neighbours(core.runner.get_model())
             choose_by_bias(core.runner.get_model())

@@ -30,6 +30,7 @@ from funrl.rollout.requests import Completion, Finish, Request, check_requests, 
 from funrl.rollout.vllm.adapters import vllm_adapter_weights
 from funrl.rollout.vllm.contract import VLLM_DEFAULTS, Core, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
+from funrl.rollout.vllm.weights import held_layouts
 
 
 @dataclasses.dataclass(eq=False)
@@ -443,8 +444,9 @@ def vllm_engine(
 
 def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     """The form in which vLLM takes weights: whole on every rank, by Hugging Face names, one by one."""
-    split = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
-    return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True, signed_zeros=False)
+    whole = replicated(layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes))
+    held = held_layouts(model, mesh.sizes) if mesh.size("tensor") > 1 else None
+    return WeightSpec(names_of(model), whole, mesh, dtype=dtype, streamed=True, signed_zeros=False, held=held)
 
 
 def _core_request(sequence: PartialCompletion) -> CoreRequest:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from funrl import trees
+from funrl.mesh.mesh import AXES
+from funrl.mesh.rules import WHOLE_EXPERTS, Layout, layout
 from funrl.models.huggingface.names import UNEMBED, by_expert, fused, names_of
 from funrl.models.model import Model
 from funrl.models.vision.model import VISION
@@ -26,6 +31,7 @@ GPT_OSS_EXPERT = {
     "down_proj": "w2_weight",
     "down_proj_bias": "w2_bias",
 }
+VOCABULARY_MULTIPLE = 64  # of the tokens for which vLLM has rows
 UNIT_ROWS = 1024  # of the unit matrix that a packed matrix is multiplied by at a time
 _EXPERTS = ".experts."
 _SINKS = ".sinks"
@@ -84,29 +90,69 @@ def read_weight(module: Any, name: str, tied: bool) -> Tensor | None:
     return held
 
 
-def unfused(model: Model, held: Callable[[str], Tensor | None], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
-    """Weights of a vLLM decoder by their Hugging Face names.
+@dataclasses.dataclass(frozen=True)
+class VocabularyLayout(Layout):
+    """Layout of rows of tokens, which vLLM fills up to a multiple of 64 before it splits them; without the filling."""
+
+    def box(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The interval that a rank holds in each dim; see `Layout`."""
+        tokens = self.shape[0]
+        filled = dataclasses.replace(
+            self, shape=(-(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE, *self.shape[1:])
+        )
+        rows, *others = Layout.box(filled, rank)
+        return (min(rows[0], tokens), min(rows[1], tokens)), *others
+
+
+def held_layouts(model: Model, sizes: Mapping[str, int]) -> trees.Tree:
+    """Layouts of what a tensor rank of vLLM holds of the weights that can be read back.
+
+    vLLM splits heads, mlps and the vocabulary in equal parts. Of norms, which it splits in some models, those that are
+    whole can be read.
+
+    Args:
+      sizes: of the mesh axes.
+    """
+
+    def held(name: str, x: Tensor, logical: tuple[str, ...]) -> Layout:
+        logical = ("norm",) * len(logical) if name.endswith("norm") else logical
+        own = layout(name, tuple(x.shape), logical, WHOLE_EXPERTS, sizes)
+        return VocabularyLayout(own.shape, own.spec, own.sizes) if logical[0] == "vocab" else own
+
+    return trees.map_named(held, model.shapes, model.axes)
+
+
+def unfused(
+    model: Model, held: Callable[[str], Tensor | None], tensor: int = 1, index: int = 0
+) -> Iterator[tuple[str, Tensor | None]]:
+    """A tensor rank's parts of the weights of a vLLM decoder, by their Hugging Face names.
 
     Args:
       model: of the weights.
       held: gives vLLM's parameters by their names. A weight is None if it cannot be read back: those of experts, which
-        are packed in place.
-      tensor: ranks over which vLLM splits all weights except most norms; with several, only whole norms can be read.
+        are packed in place, and those that vLLM splits otherwise than `held_layouts`, such as keys and values of fewer
+        heads than ranks.
+      tensor: ranks over which vLLM splits the model.
+      index: of this rank among them.
     """
-    shapes = dict(names_of(model).values())
+    layouts = dict(trees.named(held_layouts(model, dict.fromkeys(AXES, 1) | {"tensor": tensor})))
+    counts = {name: math.prod(layouts[ours].local_shape(index)) for ours, (name, _) in names_of(model).items()}
     read = functools.lru_cache(maxsize=4)(held)  # the parts of a matrix come near each other
     for ours, (name, shape) in names_of(model).items():
         if ours.startswith(f"{VISION}/"):
             x = held(name.removeprefix("model."))
             yield name, None if x is None or tuple(x.shape) != shape or tensor > 1 else x.detach()
             continue
-        whole, begin = _place(name, shapes)
+        whole, parts = _place(name, counts)
         x = None if _EXPERTS in name else read(name_in_vllm(model, whole))
-        is_norm = name.split(".")[-2].endswith("norm")
-        if x is None or not x.numel() or (tensor > 1 and not (is_norm and tuple(x.shape) == shape)):
+        total = sum(counts[part] for part in parts)
+        fills = isinstance(layouts[ours], VocabularyLayout)
+        if x is None or not x.numel() or total > x.numel() or (total < x.numel() and not fills):
             yield name, None
         else:
-            yield name, x.detach()[begin : begin + shape[0]]  # rows of the vocabulary are padded
+            before = sum(counts[part] for part in parts[: parts.index(name)])
+            begin, end = (count // x[0].numel() for count in (before, before + counts[name]))
+            yield name, x.detach()[begin:end]
 
 
 def name_in_vllm(model: Model, name: str) -> str:
@@ -119,12 +165,15 @@ def name_in_vllm(model: Model, name: str) -> str:
     return name
 
 
-def _place(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, int]:
-    """The name of vLLM's matrix that holds a weight, and the first of its rows that are the weight's."""
+def _place(name: str, names: Collection[str]) -> tuple[str, Sequence[str]]:
+    """The name of vLLM's matrix that holds a weight, and the weights that it holds one after another.
+
+    Args:
+      names: of all weights.
+    """
     parent, layer, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", *name.split("."))
     for whole, parts in FUSED.items():
         siblings = [f"{parent}.{part}.{kind}" for part in parts]
-        if layer in parts and all(sibling in shapes for sibling in siblings):
-            before = siblings[: parts.index(layer)]
-            return f"{parent}.{whole}.{kind}", sum(shapes[sibling][0] for sibling in before)
-    return name, 0
+        if layer in parts and all(sibling in names for sibling in siblings):
+            return f"{parent}.{whole}.{kind}", siblings
+    return name, [name]

@@ -79,7 +79,13 @@ def adapter_facts(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]) -> d
         return {}
     lora = job.lora._asdict() | {"targets": list(job.lora.targets)}
     digests = weight_digests(frozen[job.initial_role], parts.roles[job.initial_role].stored, parts.mesh)
-    return {"lora": lora, "base": {"directory": job.settings.models.model, "digests": digests}}
+    base = {"directory": job.settings.models.model, "digests": digests, "format": job.settings.adapters.base_format}
+    return {"lora": lora, "base": base}
+
+
+def has_nf4_base(facts: Mapping[str, Any]) -> bool:
+    """True if the adapters of a checkpoint were trained on a base in 4 bits."""
+    return facts["base"].get("format") == "nf4"
 
 
 def lora_in(facts: Mapping[str, Any]) -> Lora | None:
@@ -88,18 +94,22 @@ def lora_in(facts: Mapping[str, Any]) -> Lora | None:
     return None if lora is None else Lora(lora["rank"], lora["alpha"], tuple(lora["targets"]))
 
 
-def check_lora(path: Path, facts: Mapping[str, Any], own: Lora | None) -> None:
+def check_lora(path: Path, facts: Mapping[str, Any], own: Lora | None, nf4: bool = False) -> None:
     """Compare the adapters of a checkpoint with those of a run.
 
     Args:
       facts: of the checkpoint at `path`.
       own: of the run; None: all weights learn.
+      nf4: whether the run's base is in 4 bits.
 
     Raises:
       CheckpointError: they differ; the message names the flags.
     """
     lora = lora_in(facts)
     if lora == own:
+        if own is not None and has_nf4_base(facts) != nf4:
+            form = facts["base"].get("format", "auto")
+            raise CheckpointError(f"--resume: {path}: its adapters stand on another base; give --base_format={form}")
         return
     if lora is None:
         raise CheckpointError(f"--resume: {path}: it holds all weights and no adapters; leave --lora_rank out")

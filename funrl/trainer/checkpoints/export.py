@@ -25,8 +25,9 @@ from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import FIRST, SECOND, plain_name, trained_part, with_lora
 from funrl.models.low_rank import LowRank, merged
 from funrl.models.model import Lora
+from funrl.models.nf4_base import quantized, whole_weights_of
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtype
-from funrl.trainer.checkpoints.base_model import base_directory, check_base, lora_in
+from funrl.trainer.checkpoints.base_model import base_directory, check_base, has_nf4_base, lora_in
 from funrl.trainer.checkpoints.checkpoint import (
     Recorded,
     complete_checkpoints,
@@ -265,6 +266,7 @@ def _merged_weights(
     Each weight of the base is compared with what the checkpoint knows of it.
     """
     lora = _lora_of(record)
+    nf4 = has_nf4_base(record.facts)
     directory = base_directory(record)
     adapted = with_lora(model, lora)
     own = dict(stored_weights_of(record, trained_part(adapted, adapted.shapes), None, layouts={}, mesh=mesh))
@@ -280,15 +282,18 @@ def _merged_weights(
         if shape != tuple(x.shape):
             check_base(record.path, record.facts, {}, directory=directory, names=(plain_name(name),))
         names[base_name] = name
-        wanted[base_name] = layouts.get(name) or whole_layout(x.shape, mesh)
+        wanted[base_name] = whole_layout(x.shape, mesh) if nf4 else layouts.get(name) or whole_layout(x.shape, mesh)
     dtype = TORCH_DTYPES[record.facts["dtype"]]
     for base_name, weight in hf.read_weights(directory, base, dtype, wanted=wanted, mesh=mesh):
         name = names[base_name]
         short = plain_name(name)
-        digests = weight_digests({short: weight}, {short: wanted[base_name]}, mesh)
-        check_base(record.path, record.facts, digests, directory=directory, names=(short,))
+        stored = dict(quantized([(short, weight)])) if nf4 else {short: weight}
+        places = {leaf: whole_layout(x.shape, mesh) if nf4 else wanted[base_name] for leaf, x in stored.items()}
+        check_base(record.path, record.facts, weight_digests(stored, places, mesh), directory=directory, names=stored)
+        box = (layouts.get(name) or wanted[base_name]).box(mesh.rank)
+        if nf4:
+            weight = whole_weights_of(stored, dtype)(short)[tuple(slice(*edge) for edge in box)]
         if name + FIRST in own:
-            box = wanted[base_name].box(mesh.rank)
             out = own[name + SECOND].ndim - 1
             a = own[name + FIRST][(slice(None), *(slice(*edge) for edge in box[out:]))]
             b = own[name + SECOND][tuple(slice(*edge) for edge in box[:out])]

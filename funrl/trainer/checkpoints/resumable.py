@@ -74,7 +74,7 @@ def check_facts(record: Recorded, job: Job) -> None:
         if name in before and before[name] != value:
             what = f"{FACT_WORDS.get(name, name)} {_listed(before[name])}, this one has {_listed(value)}"
             raise CheckpointError(f"--resume: {record.path} is of a run with {what}; {_advice(record, job, name)}")
-    check_lora(record.path, record.facts, job.lora)
+    check_lora(record.path, record.facts, job.lora, job.settings.adapters.nf4)
 
 
 def _advice(record: Recorded, job: Job, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from funrl.trainer.checkpoints.checkpoint import Recorded, step_of
 from funrl.trainer.checkpoints.export import OUTLINE, checkpoint_of, export_checkpoint
 from funrl.trainer.settings.checks import check_adapter_flags
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, with_paths
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags, with_flags
 
 
@@ -85,12 +86,17 @@ def with_model_directories(settings: Settings) -> Settings:
     settings = _with_adapter(settings)
     directories = {}
     for name in MODEL_FLAGS:
-        path = model_path(settings, name)
-        if path is not None and (_is_checkpoint(Path(path)) or _run_flags(Path(path)) is not None):
+        if flag_value(settings, name) is not None:
             with blaming(name):
-                directory = model_directory(path, weights=not settings.estimate.dry_run)
-            directories[name] = str(directory) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
+                directories[name] = with_paths(settings, name, functools.partial(_stored_in, settings))
     return with_flags(settings, **directories)
+
+
+def _stored_in(settings: Settings, path: str) -> str:
+    """The directory of the model of a run or a checkpoint; other paths as they are."""
+    if _is_checkpoint(Path(path)) or _run_flags(Path(path)) is not None:
+        return str(model_directory(path, weights=not settings.estimate.dry_run))
+    return path
 
 
 def _with_adapter(settings: Settings) -> Settings:

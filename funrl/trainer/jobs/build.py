@@ -12,7 +12,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.exact.dispatch import align_gpu_kernels
 from funrl.compiled_kernels.flash_kernel import attention_by
-from funrl.fields import TEACHER_PROMPT
+from funrl.fields import TEACHER_PROMPT, TEACHER_TOKENS
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan
@@ -33,7 +33,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.engines import judging_mesh, policy_generator, with_agents
+from funrl.trainer.jobs.engines import engine_base, judging_mesh, policy_generator, with_agents
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
 from funrl.trainer.jobs.learning_rates import optimizer_of, updates_of
 from funrl.trainer.jobs.models import base_role, companion_of, has_context
@@ -119,12 +119,15 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     places = {name: placed(name, model) for name, model in job.models.items()}
     apart = job.settings.devices.scoring
     roles = {name: _role(job, name, places) for name in places if (name not in apart if only is None else name == only)}
-    roles = {name: base_role(begin, roles) for name in bases(roles)} | roles
+    stored = begin if job.initial_model is job.model else placed(job.main_role, job.initial_model)
+    roles = {name: base_role(stored, roles) for name in bases(roles)} | roles
     learning = {name: roles[name] for name in job.algorithm.losses if name in roles}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = judge = None
     if isinstance(job, RLJob) and only is None:
-        generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
+        policy = places[job.main_role]
+        base = engine_base(job, begin, stored, policy)
+        generator = policy_generator(job, base, policy, layer_of(base.model), note)
         generator = with_agents(job, generator, layer_of)
     if isinstance(job, RLJob) and job.judge is not None:
         rows = settings.engines.decode_rows
@@ -200,20 +203,20 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     """A role without its weights."""
     settings = job.settings
     placed = places[name]
-    like = job.main_role if name in job.agents.policies else name
-    kind = job.kind_of_role(like)
+    kind = job.kind_of_role(job.kind_of_role(name).like or name)
     samples = isinstance(job, RLJob)
-    writes = writes_of(like, job.algorithm)
+    writes = writes_of(name, job.algorithm)
     if kind.generates and not needs_old_scores(job):
         writes = {}
     role = Role(
         placed,
         writes,
-        temperature=settings.sampling.temperature if samples else 1.0,
+        temperature=settings.sampling.temperature if samples and not settings.sampling.raw_logp else 1.0,
         topk=min(settings.models.teacher_top_k, placed.model.config.vocab),
         base=job.base_of(name),
         follow=settings.optimization.follow_rules.get(name),
-        context=TEACHER_PROMPT if has_context(kind, settings) else "",
+        context=TEACHER_TOKENS if name in job.tokenizers else TEACHER_PROMPT if has_context(kind, settings) else "",
+        sources=tuple(map(job.role_sources.index, job.kind_of_role(name).sources)),
     )
     loss = job.algorithm.losses.get(name)
     if loss is None:

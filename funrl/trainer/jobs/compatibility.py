@@ -10,7 +10,7 @@ from funrl.algos.core import Algorithm, Divergence
 from funrl.algos.reading import reads
 from funrl.asynchrony.behaviour import check_behaviour, check_correction
 from funrl.data.prompts import Example
-from funrl.data.tokenizer import load_tokenizer
+from funrl.data.tokenizer import encode_text, load_tokenizer
 from funrl.fields import FIELDS
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
@@ -18,7 +18,7 @@ from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
-from funrl.trainer.jobs.job import Task, Texts
+from funrl.trainer.jobs.job import JobModels, Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools, has_context
 from funrl.trainer.jobs.sharding import (
     check_experts,
@@ -32,7 +32,8 @@ from funrl.trainer.settings.settings import Settings, check_needs, flag_value, g
 from funrl.trainer.sources.evaluation import source_names
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.teacher_prompts import SIBLING
-from funrl.trainer.steps.roles import fields_read, role_names
+from funrl.trainer.sources.teacher_tokens import PLAIN
+from funrl.trainer.steps.roles import fields_read, role_names, writes_of
 
 
 def check_algorithm(
@@ -139,7 +140,9 @@ def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
 
 def _parts_of(algorithm: Algorithm, settings: Settings) -> dict[str, bool]:
     """Roles, fields and further parts that flags may need, of `PARTS_NEEDED`, each with whether an algorithm has it."""
-    present = {*role_names(algorithm), *fields_read(algorithm), *reads(algorithm).optional}
+    names = role_names(algorithm)
+    present = {*names, *fields_read(algorithm), *reads(algorithm).optional}
+    present |= {algorithm.role_kinds[name].like for name in names if name in algorithm.role_kinds}
     parts_of_run = {name: name in present for name in (*ROLES, "teacher_topk")}
     sharded = learns_sharded(settings, algorithm.losses)
     chain = algorithm.advantage is not None
@@ -185,6 +188,7 @@ def sampled_fields(settings: Settings, given: Given = NOTHING_GIVEN) -> set[str]
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "prompt_value", "failed"}  # the last goes after the filter, the others come after it
+    absent.add("teacher_span")  # only a teacher with another tokenizer needs it
     if settings.sampling.new_tokens_per_step is None and not settings.asynchrony.staleness:
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
@@ -288,13 +292,8 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
             raise settings.refusal(f"{{{name}}}: {what}; {way_out}")
 
 
-def check_mask_replay(
-    settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, generating: Mapping[str, int]
-) -> None:
+def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
     """Check that the trainer can take the distributions that the engine truncates.
-
-    Args:
-      generating: sizes of the mesh to generate on.
 
     Raises:
       SettingsError: naming the flag.
@@ -302,7 +301,6 @@ def check_mask_replay(
     if not settings.sampling.mask_replay:
         return
     refused = {
-        "generate_mesh": (generating["expert"] > 1, "ranks of ep share rows, which are not recorded; use dp and tp"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "device": (settings.devices.device == "xla", "give --device=cpu"),
     }
@@ -347,6 +345,58 @@ def check_teacher_context(settings: Settings, models: Mapping[str, Model], algor
             f"{{teacher_context}} with {{{scorer}}}: its scores come after the teacher's prompts, which would be made "
             "without them; name a field of the records, or leave one out"
         )
+
+
+def check_teacher_tokens(settings: Settings, models: JobModels, algorithm: Algorithm, given: Given) -> None:
+    """Check that the algorithm and the run can have a teacher with another tokenizer, where there is one.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    for name, tokenizer in models.tokenizers.items():
+        rows = models.models[name].config.vocab
+        largest = max(tokenizer.get_vocab().values())
+        chain = algorithm.advantage
+        spans = chain is not None and "teacher_span" in reads(chain).optional
+        refused = {
+            "reads the teacher's tokens one by one; use one with teacher_advantage(), such as distillation with "
+            "--kind=k1 or mopd": not spans or bool(set(ROLES["teacher"].writes) & losses_read(algorithm)),
+            "is run in an environment, which writes tokens of the policy": has_environment(settings, given),
+            "has --teacher_context, whose prompts are in the policy's tokens": bool(settings.models.teacher_context),
+            "learns from pictures, which are not in texts": any(x.owned is not None for x in models.models.values()),
+            f"has a teacher with token ids up to {largest} and a vocabulary of {rows} rows": largest >= rows,
+            "has a teacher whose tokenizer has no end-of-text token": tokenizer.eos_token_id is None,
+        }
+        for problem, present in refused.items():
+            if present:
+                raise SettingsError(
+                    f"--teacher={models.directories[name]}: its tokenizer is not the policy's, and the run {problem}"
+                )
+
+
+def losses_read(algorithm: Algorithm) -> frozenset[str]:
+    """Fields that the losses and the filter of an algorithm read."""
+    read = reads(*algorithm.losses.values(), algorithm.filter, fields=algorithm.fields)
+    return read.required | read.optional
+
+
+ROUND_TRIPS = 256  # prompts that are read in a teacher's tokens before a run
+
+
+def check_round_trip(models: JobModels, prompts: Sequence[Example]) -> None:
+    """Check that teachers with other tokenizers read prompts as they are. Raises: SettingsError, one does not."""
+    for name, tokenizer in models.tokenizers.items():
+        where = f"--teacher={models.directories[name]}: "
+        for prompt in prompts[:ROUND_TRIPS]:
+            if prompt.messages is not None and tokenizer.chat_template is None:
+                raise SettingsError(f"{where}prompts are chats, but its tokenizer has no chat template")
+            with refusing(where, Exception):
+                text = tokenizer.decode(encode_text(tokenizer, prompt.text), **PLAIN)
+            if text != prompt.text:
+                raise SettingsError(
+                    f"{where}its tokenizer reads {prompt.text[:80]!r} as {text[:80]!r}, so spans of both cannot be "
+                    "compared; give a teacher whose tokenizer keeps texts as they are"
+                )
 
 
 def check_follow(
@@ -396,6 +446,30 @@ def check_objectives(algorithm: Algorithm, prompts: Sequence[Example]) -> None:
             f"--algorithm: there is {problem}; the sources of the prompts, by `data_source` or the name of their file, "
             f"are {', '.join(sources)}, and there are algorithms for {', '.join(algorithm.objectives)}"
         )
+
+
+def check_sources(algorithm: Algorithm, models: JobModels, prompts: Sequence[Example]) -> None:
+    """Check that roles for sources of prompts cover the sources whose algorithm reads what they write.
+
+    Raises:
+      SettingsError: there are no prompts of a source, or no role for one.
+    """
+    kinds = {name: kind for name in models.models if (kind := algorithm.role_kinds[name]).sources}
+    sources = sorted(set(map(source_names(prompts), prompts)))
+    parts = dict(zip(algorithm.objectives, algorithm.parts, strict=True))
+    for name, kind in kinds.items():
+        like = kind.like or name
+        own = {source for other, kind in kinds.items() if (kind.like or other) == like for source in kind.sources}
+        idle = [source for source in kind.sources if source not in sources]
+        readers = {source: parts.get(source, algorithm) for source in sources if source not in own}
+        without = [x for x, reader in readers.items() if like in reader.role_kinds and writes_of(like, reader)]
+        if idle or without:
+            problem = f"no prompts of the source {idle[0]!r}" if idle else f"no {like} for the source {without[0]!r}"
+            origin = f"--{kind.flag}" if kind.flag else f"the role {name!r}"
+            raise SettingsError(
+                f"{origin}: there is {problem}; the sources of the prompts, by `data_source` or the name of their "
+                f"file, are {', '.join(sources)}"
+            )
 
 
 def check_context(settings: Settings, prompts: Sequence[Example], new_tokens: int, positions: int) -> None:

@@ -262,11 +262,24 @@ def adapters_apart(job: Job, policy: Model, device: str, note: Callable[[str], N
     return lora if problem is None else None
 
 
+def engine_base(job: Job, begin: Placed, stored: Placed, policy: Placed) -> Placed:
+    """The model whose weights the policy's engine gets: whole ones, or the base in the form in which it is stored.
+
+    Args:
+      begin: the model that the run begins with.
+      stored: the same as the trainer stores it, in 4 bits with --base_format=nf4; an engine that computes as the
+        trainer does, and adds adapters to it, shares it.
+      policy: as in `policy_generator`.
+    """
+    apart = adapters_apart(job, policy.model, policy.mesh.device.type) is not None
+    return stored if apart and ENGINES[_engine_name(job, begin.model)].own_steps else begin
+
+
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
     """Make an engine for the policy, without weights yet. Every rank calls it.
 
     Args:
-      placed: the model that the run begins with.
+      placed: by `engine_base`.
       policy: the same with adapters, where the policy has some: the engine adds `adapters_apart` to the base, and
         gets others merged.
     """
@@ -279,7 +292,7 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
     engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
     if lora := adapters_apart(job, policy.model, mesh.device.type, note):
         engine = cast(AdaptingEngine, engine)
-        base = AdaptedBase(engine, _plan_to(engine.weights, placed.stored, placed.mesh, job))
+        base = AdaptedBase(engine, placed, _plan_to(engine.weights, placed.stored, placed.mesh, job))
         adapted = AdapterEngine(engine, job.main_role, lora)
         to_engine = _plan_to(adapted.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
         return Generator(adapted, replicas, to_engine, proof=SyncProof(), base=base)
@@ -368,7 +381,7 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     factors = dataclasses.replace(maker.adapter_weights(placed.model, spec, lora), streamed=False)
     to_factors = _plan_to(factors, trained_part(policy.model, policy.stored), placed.mesh, job)
     adapter = RemoteEngine(factors, requests)
-    base = AdaptedBase(cast(Engine, engine), to_engine)
+    base = AdaptedBase(cast(Engine, engine), placed, to_engine)
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
 
 

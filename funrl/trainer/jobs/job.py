@@ -17,6 +17,7 @@ from funrl.mesh.launch import device_type
 from funrl.mesh.pools.placement import Placement
 from funrl.models import Model
 from funrl.models.model import Lora
+from funrl.models.nf4_base import with_nf4
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
 from funrl.role_kinds import BASE, RoleKind
@@ -107,6 +108,7 @@ class JobModels:
       models: of every role, by name; learning ones have adapters where `lora` is given.
       directories: of the roles that do not begin as `model`.
       lora: adapters of the roles that learn; None: all of their weights learn.
+      tokenizers: of the roles that read the policy's rows in tokens of their own.
     """
 
     model: Model
@@ -114,6 +116,7 @@ class JobModels:
     models: dict[str, Model]
     directories: dict[str, str]
     lora: Lora | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -215,6 +218,11 @@ class BaseJob(JobModels, JobDevices):
         return self.base_of(self.main_role) or self.main_role
 
     @property
+    def initial_model(self) -> Model:
+        """The model of the initial role without adapters: `model`, or that with weights in 4 bits."""
+        return with_nf4(self.model) if self.settings.adapters.nf4 else self.model
+
+    @property
     def initial_dtype(self) -> torch.dtype:
         """The dtype of the weights that a run begins with: to compute in, where they do not learn."""
         return self.master if self.initial_role in self.algorithm.losses else self.dtype
@@ -222,6 +230,11 @@ class BaseJob(JobModels, JobDevices):
     def base_of(self, name: str) -> str | None:
         """The frozen role whose weights a role has, beside adapters if it learns; None: all are its own."""
         return BASE if self.lora is not None and name not in self.directories else None
+
+    @property
+    def role_sources(self) -> tuple[str, ...]:
+        """Sources of prompts that roles name, by their numbers in the field `data_source`."""
+        return tuple(dict.fromkeys(source for name in self.models for source in self.kind_of_role(name).sources))
 
     def kind_of_role(self, name: str) -> RoleKind:
         """The kind of a role."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,24 +18,26 @@ from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import decoder_of, full_rank, with_lora
 from funrl.models.model import Lora
+from funrl.models.nf4_base import nf4_model_problem, with_nf4
 from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype
-from funrl.trainer.settings.declaration import SettingsError, blaming, refusing
-from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path, scorers_of
+from funrl.trainer.settings.declaration import SettingsError, blaming, refusing, run_kind
+from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path, scorers_of, sourced_paths, with_paths
 from funrl.trainer.settings.settings import Settings, check_needs, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.roles import Companion, Role, main_role_of, role_names
+
+TEACHER = "teacher"  # the role, and the flag of its model
 
 
 def located(settings: Settings) -> Settings:
     """The settings with what this machine decides: directories of models in its Hugging Face cache, and the dtype."""
     directories = {}
     for name in MODEL_FLAGS:
-        path = model_path(settings, name)
-        if path is not None:
-            directories[name] = str(hf.find_directory(path)) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
+        if flag_value(settings, name) is not None:
+            directories[name] = with_paths(settings, name, lambda path: str(hf.find_directory(path)))
     return with_flags(settings, **directories, dtype=compute_dtype(settings))
 
 
@@ -71,6 +74,7 @@ def models_of(
     """
     models = {}
     directories = {}
+    tokenizers = {}
     lora = lora_of(settings, model)
     names = role_names(algorithm)
     names += tuple(name for name in SCORING_ROLES if flag_value(settings, name) is not None and name not in names)
@@ -80,6 +84,9 @@ def models_of(
         if path is not None:
             models[name] = stored_model_of(name, kind, path, settings, tokenizer, read)
             directories[name] = path
+            if kind.own_tokens and tokenizer is not None:
+                own = load_tokenizer(path)
+                tokenizers |= {} if own.get_vocab() == tokenizer.get_vocab() else {name: own}
             if lora is not None and name in algorithm.losses:
                 raise settings.refusal(
                     "{lora_rank}: {origin} learns all weights of a model of its own, and adapters stand on the "
@@ -92,6 +99,8 @@ def models_of(
             models[name] = with_head_of(kind, model) if kind.value_head and model.value is None else model
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)
+            if settings.adapters.nf4:
+                models[name] = with_nf4(models[name])
     role = None if algorithm.divergence is None else algorithm.divergence.role
     if role is not None and role in directories:
         rows = models[role].config.vocab
@@ -101,7 +110,9 @@ def models_of(
                 f"{algorithm.role_kinds[role].origin(directories[role], role)}: its vocabulary has {rows} rows and the "
                 f"policy's {own}; a divergence over the whole vocabulary needs as many"
             )
-    return JobModels(model=model, tokenizer=tokenizer, models=models, directories=directories, lora=lora)
+    return JobModels(
+        model=model, tokenizer=tokenizer, models=models, directories=directories, lora=lora, tokenizers=tokenizers
+    )
 
 
 def agent_models(
@@ -173,7 +184,8 @@ def stored_model_of(
     with refusing(f"--{kind.flag}: " if kind.flag else f"{origin}: "):
         model = read(path, settings.models.model_code)
     problem = ""
-    shared = None if kind.scores_completions else tokenizer  # completions may be read in other tokens
+    apart = kind.scores_completions or kind.own_tokens  # it may read completions in other tokens
+    shared = None if apart else tokenizer
     if (model.value is None) == kind.value_head:
         trains = f", which `funrl {kind.flag}` trains" if kind.flag else ""
         problem = f"this model has no {f'value head{trains}' if kind.value_head else 'unembedding'}"
@@ -203,6 +215,8 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
         targets = targets_of(settings.adapters.lora_targets, model)
     if rank > (full := full_rank(model, targets)):
         raise settings.refusal(f"{{lora_rank}}: no matrix with adapters has a rank above {full}; give {full} or less")
+    if settings.adapters.nf4 and (problem := nf4_model_problem(model)) is not None:
+        raise settings.refusal("{base_format}: {problem}; leave it out", problem=problem)
     return Lora(rank, settings.adapters.lora_alpha or float(rank), targets)
 
 
@@ -274,6 +288,43 @@ def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | 
     return "its model begins as the policy, with a head of its own" if kinds[name].value_head else None
 
 
+def with_teachers(algorithm: Algorithm, settings: Settings) -> Algorithm:
+    """The algorithm with a teacher for each directory of --teacher that is of some sources of prompts.
+
+    Raises:
+      SettingsError: the algorithm cannot have several.
+    """
+    sourced = sourced_paths(settings, TEACHER)
+    if not sourced or TEACHER not in role_names(algorithm):
+        return algorithm
+    if algorithm.divergence is not None:
+        raise settings.refusal(
+            "{teacher}: a divergence over the whole vocabulary is from one model; use an algorithm that reads the "
+            "teachers' log-probabilities, as mopd and distillation do, or give one directory without a source"
+        )
+    if run_kind(algorithm, settings.examples.data) != "rl":
+        raise settings.refusal("{teacher}: texts of --data have no source; give one directory")
+    roles = {}
+    for path in dict.fromkeys(sourced.values()):
+        sources = tuple(source for source, own in sourced.items() if own == path)
+        name = f"{TEACHER}_{re.sub(r'[^0-9A-Za-z]', '_', sources[0])}"
+        roles[name if name not in roles else f"{name}_{len(roles)}"] = dataclasses.replace(
+            ROLES[TEACHER],
+            text=f"the teacher of {', '.join(sources)}",
+            writes={},
+            like=TEACHER,
+            sources=sources,
+            model=path,
+        )
+    return dataclasses.replace(algorithm, roles={**algorithm.roles, **roles})
+
+
+def teachers_of(models: Mapping[str, Model], algorithm: Algorithm) -> list[Model]:
+    """The models of a run's teachers."""
+    kinds = algorithm.role_kinds
+    return [model for name, model in models.items() if (kinds[name].like or name) == TEACHER]
+
+
 def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
     """The algorithm with further policies; each has the policy's loss and its initial weights.
 
@@ -285,7 +336,9 @@ def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
     if POLICY not in algorithm.losses or algorithm.divergence is not None:
         raise ValueError(f"{POLICY}:{names[0]}: the algorithm has no loss of a policy alone, as grpo has")
     # What it writes are the policy's fields, on the rows of its own agents.
-    kind = dataclasses.replace(ROLES[POLICY], writes={}, generates=False, metric="", messages=RoleMessages())
+    kind = dataclasses.replace(
+        ROLES[POLICY], writes={}, like=POLICY, generates=False, metric="", messages=RoleMessages()
+    )
     kinds = {name: dataclasses.replace(kind, text=f"the policy {name!r}") for name in names}
     losses = {**algorithm.losses, **dict.fromkeys(names, algorithm.losses[POLICY])}
     extended = dataclasses.replace(algorithm, roles={**algorithm.roles, **kinds}, losses=losses)

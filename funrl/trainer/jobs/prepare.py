@@ -10,6 +10,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
+from funrl.compiled_kernels.nf4 import nf4_problem
 from funrl.data.conversations import ChatTemplate
 from funrl.data.pictures import picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
@@ -37,7 +38,10 @@ from funrl.trainer.jobs.compatibility import (
     check_objectives,
     check_owned_values,
     check_readers,
+    check_round_trip,
+    check_sources,
     check_teacher_context,
+    check_teacher_tokens,
     check_token_ids,
     filters_rows,
 )
@@ -45,7 +49,16 @@ from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_pr
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
 from funrl.trainer.jobs.engines import check_engine, has_control_rows
 from funrl.trainer.jobs.job import Job, JobDevices, JobModels, RLJob, Task, TextJob, Texts
-from funrl.trainer.jobs.models import agent_models, first_model, located, models_of, reads_policys, with_policies
+from funrl.trainer.jobs.models import (
+    agent_models,
+    first_model,
+    located,
+    models_of,
+    reads_policys,
+    teachers_of,
+    with_policies,
+    with_teachers,
+)
 from funrl.trainer.jobs.numerics import check_numerics
 from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory, sizes_on_trainers
 from funrl.trainer.lowered.backend import check_backend
@@ -83,10 +96,13 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = located(settings)
     sizes, device = devices_of(settings)
     check_backend(settings, device)
+    if settings.adapters.nf4 and (problem := nf4_problem(device)) is not None:
+        raise settings.refusal("{base_format}: {problem}; leave it out", problem=problem)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
     tokenizer = with_picture_form(tokenizer, form_of_pictures(settings, model.config))
     model = with_turn_ends(model, tokenizer)
+    algorithm = with_teachers(algorithm, settings)
     check_algorithm(algorithm, settings, given=given)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
@@ -95,18 +111,21 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         hf.check_savable(models.models[main_role_of(models.models, algorithm)])
     devices = lay_out(settings, algorithm, models, sizes, device)
     check_driven(settings, models.models)
-    check_mask_replay(settings, models.models, algorithm, generating=devices.generate_sizes)
+    check_mask_replay(settings, models.models, algorithm)
     check_teacher_context(settings, models.models, algorithm, given)
+    check_teacher_tokens(settings, models, algorithm, given)
     check_follow(settings, algorithm, models.models, models.directories)
     check_freeze(settings, {name: x for name, x in models.models.items() if name in algorithm.losses})
     if kind == "rl":
         task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
         if learns_from_demonstrations(algorithm):
             check_demonstrations(task.prompts, task.demonstration_field, settings.sampling.new_tokens_per_step)
-        if "teacher" in models.models:
-            positions = models.models["teacher"].config.max_positions
+        if teachers := teachers_of(models.models, algorithm):
+            positions = min(model.config.max_positions for model in teachers)
             check_context(settings, task.prompts, new_tokens(settings, task), positions)
         check_objectives(algorithm, task.prompts)
+        check_sources(algorithm, models, task.prompts)
+        check_round_trip(models, task.prompts)
         job = checked_job(settings, algorithm, models, devices, task)
     else:
         task = texts_of_algorithm(algorithm, settings, tokenizer, model, given)
@@ -171,7 +190,8 @@ def check_tokens(settings: Settings, algorithm: Algorithm, models: JobModels, ta
     readers = {
         name: model
         for name, model in models.models.items()
-        if reads_policys(kinds[name], task, models.tokenizer, models.directories.get(name))
+        if name not in models.tokenizers
+        and reads_policys(kinds[name], task, models.tokenizer, models.directories.get(name))
     }
     smallest = min(readers, key=lambda name: readers[name].config.vocab)
     check_token_ids(task, models.tokenizer, readers[smallest], models.directories.get(smallest))

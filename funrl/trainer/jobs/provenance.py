@@ -25,7 +25,7 @@ from funrl.models import ModelConfig
 from funrl.models.flat import saved_fields
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_paths
 from funrl.trainer.settings.settings import Settings, flag_value
 
 # Flags of functions in a FILE.py, and of texts that may be in a file.
@@ -115,11 +115,13 @@ def _model_digests(settings: Settings) -> dict[str, str]:
     """Digests of the small files in the directories of models."""
     digests = {}
     for name in MODEL_FLAGS:
-        path = model_path(settings, name)
-        if path is None or not Path(path).is_dir():
-            continue
-        digests |= {f"{name}/{file}": _there({"": Path(path) / file}) for file in CONFIGS}
-        digests[f"{name}/tokenizer"] = _there({file: Path(path) / file for file in TOKENIZER_FILES})
+        paths = model_paths(settings, name)
+        for rest, path in paths.items():
+            if not Path(path).is_dir():
+                continue
+            which = name if len(paths) == 1 else f"{name}{rest}"
+            digests |= {f"{which}/{file}": _there({"": Path(path) / file}) for file in CONFIGS}
+            digests[f"{which}/tokenizer"] = _there({file: Path(path) / file for file in TOKENIZER_FILES})
     return digests
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from funrl import trees
 from funrl.algos.checking import learns_alone
 from funrl.algos.core import Algorithm
 from funrl.algos.filters.by_row import every, rewarded
+from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
 from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.data.pictures import picture_form_of
@@ -23,6 +24,7 @@ from funrl.environments.chat import ChatOptions, TemplateChat, template_limits
 from funrl.environments.environment import Environment
 from funrl.environments.hosted import HostedEnvironment, open_hosted
 from funrl.environments.run import EpisodeLimits
+from funrl.fields import DATA_SOURCE, SOURCE_FIELDS
 from funrl.loading import load_function
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
@@ -34,6 +36,7 @@ from funrl.serve.endpoint import serve_agent
 from funrl.trainer.jobs.datasets import format_of, has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations, text_rows
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.models import TEACHER, teachers_of
 from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.sharding import replica_sizes
 from funrl.trainer.jobs.text_samples import text_samples
@@ -53,7 +56,7 @@ from funrl.trainer.sources.completion_scores import (
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup
 from funrl.trainer.sources.evaluation import PromptEvaluation, source_names, source_of, verdicts
-from funrl.trainer.sources.generation import RewardedEngine, RowForm
+from funrl.trainer.sources.generation import RewardedEngine, RowForm, SourceNumber
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
@@ -61,6 +64,7 @@ from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, RowSelection, ScoreColumns, Source
 from funrl.trainer.sources.teacher_prompts import TeacherPrompts, prompt_maker
+from funrl.trainer.sources.teacher_tokens import TeacherReader, TeacherTokens
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Judge, Parts
@@ -240,21 +244,32 @@ def generation_of(
             pad=job.pad,
             versions=settings.asynchrony.staleness > 0,
             digests=settings.engines.verify_sync,
+            raw=settings.sampling.raw_logp,
             kept=settings.sampling.mask_replay,
             context=teacher_prompts_of(job),
-            objective_of=objective_of(job),
+            numbers=source_numbers(job),
+            teacher_tokens=teacher_tokens_of(job),
             choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
     )
 
 
-def objective_of(job: RLJob) -> Callable[[Example], int] | None:
-    """A function that numbers the objective of a prompt's source; None: the algorithm has one objective."""
-    if not job.algorithm.objectives:
-        return None
+def source_numbers(job: RLJob) -> tuple[SourceNumber, ...]:
+    """The numbers of a prompt's source that rows have: that of its objective, and that by which roles score."""
+    fields = {OBJECTIVE: (OBJECTIVE_FIELD, job.algorithm.objectives)}
+    fields[DATA_SOURCE] = (SOURCE_FIELDS[DATA_SOURCE], job.role_sources)
     name_of = source_names(job.task.prompts)
-    return lambda example: job.algorithm.objectives.index(name_of(example))
+
+    def number_of(sources: Sequence[str], example: Example) -> int:
+        source = name_of(example)
+        return sources.index(source) if source in sources else -1
+
+    return tuple(
+        SourceNumber(name, field, functools.partial(number_of, sources))
+        for name, (field, sources) in fields.items()
+        if sources
+    )
 
 
 def teacher_prompts_of(job: RLJob) -> TeacherPrompts | None:
@@ -268,7 +283,26 @@ def teacher_prompts_of(job: RLJob) -> TeacherPrompts | None:
         job.tokenizer,
         lambda example: tools_of(example.fields.get("tools"), form),
         form.arguments,
-        job.models["teacher"].config.max_positions,
+        min(model.config.max_positions for model in teachers_of(job.models, job.algorithm)),
+    )
+
+
+def teacher_tokens_of(job: RLJob) -> TeacherTokens | None:
+    """Reader of rows for teachers with tokenizers of their own; None: there are none."""
+    if not job.tokenizers:
+        return None
+    readers = {
+        name: TeacherReader(name.replace("_", " "), tokenizer, job.models[name].config.max_positions)
+        for name, tokenizer in job.tokenizers.items()
+    }
+    of_source = {source: reader for name, reader in readers.items() for source in job.kind_of_role(name).sources}
+    name_of = source_names(job.task.prompts)
+    form = format_of(job.settings, names_of_fields(job.settings))
+    return TeacherTokens(
+        (lambda example: of_source.get(name_of(example))) if of_source else lambda example: readers[TEACHER],
+        job.tokenizer,
+        lambda example: tools_of(example.fields.get("tools"), form),
+        form.arguments,
     )
 
 
@@ -293,8 +327,9 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     versions = in_parts or job.settings.asynchrony.staleness > 0
     owned = None if job.model.owned is None else job.model.owned.none
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
-    form = form._replace(pictures=picture_form_of(job.tokenizer), objective_of=objective_of(job))
-    form = form._replace(kept=job.settings.sampling.mask_replay, digests=job.settings.engines.verify_sync)
+    form = form._replace(pictures=picture_form_of(job.tokenizer), numbers=source_numbers(job))
+    form = form._replace(kept=job.settings.sampling.mask_replay, raw=job.settings.sampling.raw_logp)
+    form = form._replace(digests=job.settings.engines.verify_sync)
     log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(environment, chat, limits, form, models=models, log=log, source_of=source_of(job.task.prompts))
 

@@ -22,7 +22,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.engines import policy_generator
+from funrl.trainer.jobs.engines import engine_base, policy_generator
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
@@ -86,7 +86,8 @@ def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], s
     def sample(states: Mapping[str, RoleState], step: int) -> None:
         if step % settings.outputs.sample_every and step != settings.run.steps:
             return
-        generator = policy_generator(job, parts.begin, placed, parts.begin.model.layer, log)
+        base = engine_base(job, parts.begin, parts.roles[job.initial_role].placed, placed)
+        generator = policy_generator(job, base, placed, base.model.layer, log)
         sync(with_generator(parts, generator), State({job.main_role: states[job.main_role]}), frozen=frozen)
         engine = RewardedEngine(generator.engine, generator.mesh, decode, Pool(()), weights=())
         with onload_engine(generator.engine):

@@ -79,29 +79,16 @@ class BegunGroup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BegunGroups:
-    """Groups that were begun and are not trained on yet; an immutable value.
+    """Groups that were begun and are not trained on yet; an immutable value, a leaf of the source's state.
 
     Attributes:
       groups: in the order of the prompts.
-      restarted: episodes begun anew in this step, since their environments differed from their records.
     """
 
     groups: Sequence[BegunGroup] = ()
-    restarted: int = 0
 
 
-class NewPrompts(NamedTuple):
-    """Prompts to begin.
-
-    Attributes:
-      begin: next position in the order of the prompts.
-      count: how many to begin.
-      weights: sampling weights of the prompts in this step; see `take_next`.
-    """
-
-    begin: int
-    count: int = 0
-    weights: np.ndarray | None = None
+_Groups = Sequence[BegunGroup]
 
 
 class PartialWriter:
@@ -112,7 +99,12 @@ class PartialWriter:
     Attributes:
       most_steps: bound on the steps that a trajectory takes.
       most_new: bound on the groups begun in a step; None: as many as a batch needs.
+      restarted: episodes begun anew in this step, since their environments differed from their records.
+      weights: sampling weights of the prompts in this step; see `take_next`.
     """
+
+    restarted = 0
+    weights: np.ndarray | None = None
 
     def __init__(self, generation: Generation, tokens: int, clock: Clock, show: Show):
         """Make it.
@@ -150,8 +142,8 @@ class PartialWriter:
         self._episodes = ResumableEpisodes(setup.environment, policy_setup(setup, sampling), limits)
 
     def write(
-        self, held: BegunGroups, places: Collection[int], new: NewPrompts, tokens: int | None
-    ) -> tuple[BegunGroups, int]:
+        self, held: _Groups, places: Collection[int], begin: int, count: int = 0, *, tokens: int | None = None
+    ) -> tuple[_Groups, int]:
         """Continue some groups and begin some; return all, and the next position in the order of the prompts.
 
         A group that was begun as many steps ago as the longest trajectory takes is run to its end, so that its oldest
@@ -160,17 +152,18 @@ class PartialWriter:
         Args:
           held: begun groups.
           places: groups whose unfinished samples to continue.
-          new: prompts to begin.
+          begin: next position in the order of the prompts.
+          count: prompts to begin.
           tokens: bound on the new tokens of each sample; None: write to its end.
         """
-        if not places and not new.count:
-            return held, new.begin
+        if not places and not count:
+            return held, begin
         schedule = self.generation.schedule
-        taken = take_next(schedule.prompts, new.count, schedule.seed, position=new.begin, weights=new.weights)
-        noise = derived_seed(schedule.seed, new.begin)
-        seeds = [[request_seed(noise, n * self.samples + i) for i in range(self.samples)] for n in range(new.count)]
+        taken = take_next(schedule.prompts, count, schedule.seed, position=begin, weights=self.weights)
+        noise = derived_seed(schedule.seed, begin)
+        seeds = [[request_seed(noise, n * self.samples + i) for i in range(self.samples)] for n in range(count)]
         begun = [BegunGroup(*group, -1, self.samples, 0) for group in zip(taken.positions.tolist(), seeds, strict=True)]
-        continued = [group._replace(steps=group.steps + (group.place in places)) for group in held.groups]
+        continued = [group._replace(steps=group.steps + (group.place in places)) for group in held]
         groups = [*continued, *(group._replace(steps=1) for group in begun)]
         examples = schedule.examples_at([group.place for group in groups])
         self._examples.clear()
@@ -187,9 +180,9 @@ class PartialWriter:
             run = self._episodes.continue_groups(
                 engine.engine, self.mesh, Round([self._episodes_of(group) for group in begun], own, tokens)
             )
-        return self._joined(groups, run, held.restarted), taken.end
+        return self._joined(groups, run), taken.end
 
-    def examine(self, groups: Sequence[BegunGroup]) -> SampledPrompts:
+    def examine(self, groups: _Groups) -> SampledPrompts:
         """Finished groups with all rewards, at their positions in the order of the prompts."""
         generation = self.generation
         places = np.array([group.place for group in groups])
@@ -212,33 +205,29 @@ class PartialWriter:
             self.clock.move(done.reward_s, "generate", "reward")
         return SampledPrompts(examples, places, done, rescored(generation, rows, examples))
 
-    def saved(self, held: BegunGroups, largest: Callable[[int], int]) -> dict[str, trees.Tree]:
+    def saved(self, held: _Groups, largest: Callable[[int], int]) -> dict[str, trees.Tree]:
         """Begun groups as a checkpoint stores them, with records of one width on all ranks; see `StoredState`."""
-        groups = held.groups
         columns = {
-            name: torch.tensor([group[n] for group in groups], dtype=torch.int64)
-            for n, name in enumerate(GROUP_COLUMNS)
+            name: torch.tensor([group[n] for group in held], dtype=torch.int64) for n, name in enumerate(GROUP_COLUMNS)
         }
         columns["seeds"] = columns["seeds"].reshape(-1, self.samples)
-        texts = [np.frombuffer(group.record.text.encode(), np.uint8) for group in groups if group.record is not None]
+        texts = [np.frombuffer(group.record.text.encode(), np.uint8) for group in held if group.record is not None]
         stored = np.zeros((len(texts), largest(max(map(len, texts), default=0))), np.uint8)
         for row, text in zip(stored, texts, strict=True):
             row[: len(text)] = text
         return {**columns, "records": torch.from_numpy(stored)}
 
-    def restored(self, tree: dict[str, trees.Tree]) -> BegunGroups:
+    def restored(self, tree: dict[str, trees.Tree]) -> _Groups:
         """The begun groups of such a tree."""
         columns = [tree[name].tolist() for name in GROUP_COLUMNS]
         groups = [BegunGroup(*values) for values in zip(*columns, strict=True)]
         texts = (bytes(row.numpy()).rstrip(b"\0").decode() for row in tree["records"].cpu())
-        return BegunGroups(
-            [
-                group._replace(record=GroupRecord.from_text(group.place * self.samples, next(texts)))
-                if group.owner == self.index
-                else group
-                for group in groups
-            ]
-        )
+        return [
+            group._replace(record=GroupRecord.from_text(group.place * self.samples, next(texts)))
+            if group.owner == self.index
+            else group
+            for group in groups
+        ]
 
     def close(self) -> None:
         """End all episodes and their environments."""
@@ -252,13 +241,12 @@ class PartialWriter:
     def _episodes_of(self, group: BegunGroup) -> EpisodeGroup:
         return EpisodeGroup(self._examples[group.place], group.place * self.samples, group.seeds)
 
-    def _joined(self, groups: Sequence[BegunGroup], run: GroupRun, restarted: int) -> BegunGroups:
+    def _joined(self, groups: _Groups, run: GroupRun) -> _Groups:
         """All groups after the replicas have run some.
 
         Args:
           groups: before that.
           run: of this replica.
-          restarted: episodes begun anew in this step before.
         """
         records = {record.first // self.samples: record for record in run.records}
         table = torch.zeros(1 + len(groups), 3, dtype=torch.int64)
@@ -274,11 +262,11 @@ class PartialWriter:
                 f"as: {next(filter(None, problems))[:LONGEST_REMARK]}; let the environment draw from the seed that it "
                 "gets"
             )
-        joined = [
+        self.restarted += anew
+        return [
             group._replace(owner=owner, waiting=waiting, record=records.get(group.place)) if ran else group
             for group, (ran, owner, waiting) in zip(groups, facts, strict=True)
         ]
-        return BegunGroups(joined, restarted + anew)
 
 
 def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show) -> Source:
@@ -299,15 +287,15 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
     @onload_engine(generation.engine.engine)
     def next_rows(state: trees.Tree, step: int) -> StepRows:
         begin = state["prompts_consumed"]
-        weights, measured, metrics = weighing.weights(state["curriculum"], step)
+        writer.weights, measured, metrics = weighing.weights(state["curriculum"], step)
+        writer.restarted = 0
         begun = state["begun"]
-        begun = begun if isinstance(begun, BegunGroups) else writer.restored(begun)
-        prompts = NewPrompts(begin, weights=weights)
-        held, sampled, rounds, counts = _fill(writer, BegunGroups(begun.groups), prompts)
+        begun = begun.groups if isinstance(begun, BegunGroups) else writer.restored(begun)
+        held, sampled, rounds, counts = _fill(writer, begun, begin)
         for part in sampled:
             numbers = schedule.numbers_at(part.places)
             measured = weighing.measured(measured, numbers, part.done.scores, part.done.failed)
-        if weights is not None:
+        if writer.weights is not None:
             metrics["curriculum/passed_over"] = rounds[-1].end - begin - counts[NEW]
         if generation.shows(step):
             show.samples(step, _shown(generation, sampled))
@@ -316,7 +304,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         choice = choice._replace(chosen=[first_chosen(join_chosen(choice.chosen), schedule.batch)])
         rows, state, counted = rows_of_choice(generation, clock, show, state=state, step=step, choice=choice)
         later = ready - set(choice.chosen[0].places.tolist())
-        held = BegunGroups([group for group in held.groups if group.waiting or group.place in later])
+        held = [group for group in held if group.waiting or group.place in later]
         version = generation.engine.engine.version or 0
         rows = with_stale(rows, version)
         metrics |= {
@@ -325,11 +313,11 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
             "partial/finished_prompts_left": float(len(later)),
             **_staleness(rows, version),
         }
-        return rows, {**state, "begun": held, "curriculum": measured}, metrics
+        return rows, {**state, "begun": BegunGroups(held), "curriculum": measured}, metrics
 
     def saved(state: trees.Tree, largest: Callable[[int], int]) -> trees.Tree:
         begun = state["begun"]
-        return {**state, "begun": writer.saved(begun, largest) if isinstance(begun, BegunGroups) else begun}
+        return {**state, "begun": writer.saved(begun.groups, largest) if isinstance(begun, BegunGroups) else begun}
 
     def rows(state: trees.Tree) -> HeldRows:
         return HeldRows(frozenset({"begun/records"}), state["begun"]["owner"].cpu().numpy(), mesh)
@@ -339,7 +327,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
         return {**whole.stored.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
-    first = {**whole.init(), "begun": writer.saved(BegunGroups(), lambda width: width)}
+    first = {**whole.init(), "begun": writer.saved((), lambda width: width)}
     return whole._replace(
         init=lambda: trees.map(lambda x: x, first),
         next_rows=next_rows,
@@ -349,8 +337,8 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
 
 
 def _fill(
-    writer: PartialWriter, held: BegunGroups, new: NewPrompts
-) -> tuple[BegunGroups, list[SampledPrompts], list[SamplingRound], Mapping[str, float]]:
+    writer: PartialWriter, held: _Groups, consumed: int
+) -> tuple[_Groups, list[SampledPrompts], list[SamplingRound], Mapping[str, float]]:
     """Write until enough prompts are finished.
 
     First continue all begun prompts, and begin as many as the batch lacks. While prompts are still missing, begin
@@ -360,7 +348,7 @@ def _fill(
     Args:
       writer: writes the rows.
       held: prompts that were begun in earlier steps.
-      new: the next position in the order of the prompts, and their weights.
+      consumed: the next position in the order of the prompts.
 
     Returns: all prompts that are begun or finished, the finished ones, what the filter keeps of them, and metrics.
     """
@@ -371,32 +359,32 @@ def _fill(
     rounds: list[SamplingRound] = []
     known = set[int]()
     begun = beyond = 0
-    count = max(0, batch - sum(not group.waiting for group in held.groups))
-    waiting = [group.place for group in held.groups if group.waiting]
-    held, consumed = writer.write(held, set(waiting), new._replace(count=count), writer.tokens)
+    count = max(0, batch - sum(not group.waiting for group in held))
+    waiting = {group.place for group in held if group.waiting}
+    held, consumed = writer.write(held, waiting, consumed, count, tokens=writer.tokens)
     while True:
         begun += count
-        fresh = [group for group in held.groups if not group.waiting and group.place not in known]
+        fresh = [group for group in held if not group.waiting and group.place not in known]
         if fresh:
             known.update(group.place for group in fresh)
             sampled.append(writer.examine(fresh))
             rounds.append(filtered_round(generation, sampled[-1], consumed))
         missing = batch - sum(len(part.kept) for part in rounds)
-        waiting = [group.place for group in held.groups if group.waiting]
+        waiting = [group.place for group in held if group.waiting]
         may_begin = missing if writer.most_new is None else min(missing, writer.most_new - begun)
         count = max(0, min(may_begin, under_way + missing - len(waiting)))
         if missing <= 0 or not (count or waiting):
             break
         if count:
-            held, consumed = writer.write(held, (), new._replace(begin=consumed, count=count), writer.tokens)
+            held, consumed = writer.write(held, (), consumed, count, tokens=writer.tokens)
         else:
             oldest = set(waiting[:missing])
-            held, consumed = writer.write(held, oldest, new._replace(begin=consumed), None)
+            held, consumed = writer.write(held, oldest, consumed)
             beyond += len(oldest)
     counts = {NEW: begun, "partial/unfinished_prompts": len(waiting), "partial/prompts_beyond_budget": beyond}
     if generation.episodes is not None:
-        episodes = sum(group.waiting for group in held.groups)
-        counts |= {"partial/waiting_episodes": episodes, "partial/restarted_episodes": held.restarted}
+        episodes = sum(group.waiting for group in held)
+        counts |= {"partial/waiting_episodes": episodes, "partial/restarted_episodes": writer.restarted}
     rounds[-1] = rounds[-1]._replace(end=consumed)
     return held, sampled, rounds, {name: float(x) for name, x in counts.items()}
 

@@ -13,13 +13,14 @@ that none waits for the trainer, which is busy in its update. Nothing here is co
 number of ranks.
 
 Tokens are not delivered: the rows of a group, [b, T], stay with the writer under the group's number until the trainer
-ranks ask for them (`SendGroupsRequest`). Requests come by `Answers`, and weights by a `WeightReceiver`.
+ranks ask for them (`GroupWriter.send_groups`). Requests come by `Answers`, and weights by a `WeightReceiver`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from funrl.mesh.pools.channel import run_store, take_values, write_value, write_values
 from funrl.trainer.placement.messages import GroupWork, WrittenGroup
@@ -35,6 +36,7 @@ READ_AT_ONCE = 256  # deliveries, at most
 AGAIN = "again"  # of groups that replace dropped ones, and come first
 
 
+@dataclass(eq=False)
 class GroupBoard:
     """The groups of a run, as one rank sees them in the store.
 
@@ -51,20 +53,14 @@ class GroupBoard:
       trainer.next_delivery().work
     """
 
-    def __init__(self, replicas: int, owner: int = 0) -> None:
-        """Begin before the first group.
-
-        Args:
-          replicas, owner: its attributes.
-        """
-        self.replicas = replicas
-        self.owner = owner
-        self._read = 0  # deliveries that have been read here
-        self._delivered: deque[WrittenGroup] = deque()  # read, and not taken
-        self._everywhere = -1  # the newest version that all replicas are known to hold
-        self._asked: dict[str, int] = {}  # queue -> groups that were asked for
-        self._claims: dict[str, int] = {}  # queue -> number of the next group that is this replica's
-        self._waiting: dict[str, GroupWork] = {}  # queue -> group that waits for weights
+    replicas: int
+    owner: int = 0
+    _read: int = 0  # deliveries that have been read here
+    _delivered: deque[WrittenGroup] = field(default_factory=deque)  # read, and not taken
+    _everywhere: int = -1  # the newest version that all replicas are known to hold
+    _asked: dict[str, int] = field(default_factory=dict)  # queue -> groups that were asked for
+    _claims: dict[str, int] = field(default_factory=dict)  # queue -> number of the next group that is this replica's
+    _waiting: dict[str, GroupWork] = field(default_factory=dict)  # queue -> group that waits for weights
 
     def holds(self, version: int) -> bool:
         """True if all replicas hold a version or newer ones."""

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+from torch import Tensor
 
-from funrl import trees
-from funrl.batch import FIELDS, Batch, as_dict
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers, End
+from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers, End, MethodCall
 from funrl.mesh.pools.handover import Handover, send_rows
 from funrl.mesh.pools.transfer import TransferGroup, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
@@ -34,11 +33,9 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import greedy_of, greedy_requests, held_shards
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import Engine
-from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.policy import RunEndingError
-from funrl.rollout.remote.digests import compared_greedy, engine_digests
-from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest
+from funrl.rollout.remote.engine import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
@@ -48,31 +45,23 @@ from funrl.trainer.placement.board import GroupBoard
 from funrl.trainer.placement.groups import ledger_rule
 from funrl.trainer.placement.messages import (
     HELDOUT,
-    BeginEvaluationRequest,
-    EndEvaluationRequest,
-    EpisodesRequest,
     GroupFields,
     GroupWork,
     HeldoutEvaluation,
-    PoolAnswer,
-    ScoresRequest,
-    SendGroupsRequest,
-    WrittenFiles,
     WrittenGroup,
     WrittenRows,
     baseline_of,
     describe_group,
-    further_fields,
-    group_parts,
     own_fields,
     prompts_at,
     split_origins,
+    write_work,
     written_rows,
 )
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import SampleWriter, Share, WrittenSamples, write_group
+from funrl.trainer.sources.group_rows import SampleWriter, Share, WrittenSamples
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.selection import filter_samples
@@ -80,6 +69,7 @@ from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Generator
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
+from funrl.trainer.storage.shard_server import CheckpointError
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
@@ -115,29 +105,42 @@ class ShowBuffer:
         return taken
 
 
-def write_logged(request: EpisodesRequest, logged: Mapping[int, Sequence[LoggedEpisode]], mesh: Mesh) -> WrittenFiles:
-    """Write episodes of groups, numbered in the order of the request. Collective.
+def write_logged(
+    folder: str,
+    groups: Sequence[tuple[Sequence[int], int]],
+    logged: Mapping[int, Sequence[LoggedEpisode]],
+    mesh: Mesh,
+) -> int:
+    """Write the episodes of groups to files, numbered in the order of the groups. Collective.
 
     Args:
+      folder: for the files, which all ranks see.
+      groups: numbers of groups that were written together, in their order, and the episodes of each.
       logged: episodes of the groups of this rank, by the numbers of the groups.
       mesh: of the ranks that write.
+
+    Returns: bytes of all files.
+
+    Raises:
+      CheckpointError: a rank cannot write; raised on every rank.
     """
-    folder = Path(request.folder)
     episodes = [
         episode._replace(number=place * samples + episode.number)
-        for numbers, samples in request.groups
+        for numbers, samples in groups
         for place, number in enumerate(numbers)
         for episode in logged.get(number, ())
     ]
     nbytes = 0
     problem = ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        nbytes = write_episodes(folder, episodes, mesh)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        nbytes = write_episodes(Path(folder), episodes, mesh)
     except OSError as error:
         problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
     everywhere = gather_objects((nbytes, problem), mesh)
-    return WrittenFiles(sum(n for n, _ in everywhere), next((text for _, text in everywhere if text), ""))
+    if problem := next((text for _, text in everywhere if text), ""):
+        raise CheckpointError(problem)
+    return sum(nbytes for nbytes, _ in everywhere)
 
 
 class ReplicaStep(NamedTuple):
@@ -219,7 +222,6 @@ class GroupWriter:
         self._next_look = 0.0
         self._next_sign = 0.0
         self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
-        self._idle_since: float | None = None
         self._waited_s = 0.0
 
     @property
@@ -238,10 +240,7 @@ class GroupWriter:
             self._measured = True
         decided = self._decide(answers) if self.resident is not None else None
         turn: ReplicaStep = from_first(decided, self.mesh, "tensor") or ReplicaStep()
-        for number, (fields, further) in turn.rows.items():
-            on_device = trees.map(lambda x: x.to(self.mesh.device), fields)
-            batch = Batch(FIELDS | further if further else FIELDS, **on_device)
-            self._held[number] = rows_of(batch, mesh=self._alone)
+        self._held |= {number: fields.rows(self._alone) for number, fields in turn.rows.items()}
         if turn.weights:
             self.take()
         if turn.request:
@@ -253,13 +252,18 @@ class GroupWriter:
         if self.resident is None:
             follow(self.engine, self.mesh)
             return
-        if self._tasks or self.evaluates:
-            self._rest_s = 0.0
-        else:
-            if not self._rest_s:
-                heartbeat.entered("a request of the trainer ranks")
-            self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s))
+        rests = not self._tasks and not self.evaluates
+        if rests and not self._rest_s:
+            heartbeat.entered("a request of the trainer ranks")
+        self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s)) if rests else 0.0
+        begin = time.monotonic()
         self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s or WRITER_IDLE_S))
+        end = time.monotonic()
+        if rests:
+            self._waited_s += end - begin
+        elif end >= self._next_sign:
+            self._next_sign = end + PROGRESS_S
+            self._board.show_work()
 
     def take(self) -> None:
         """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
@@ -272,68 +276,53 @@ class GroupWriter:
         self._receiver.release()
 
     def take_version(self, version: int) -> None:
-        """Take weights until the engine has a version. Collective over "tensor".
+        """Write groups, and what is left of an evaluation, until the engine has a version. Collective over "tensor".
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
         """
-        if (self.engine.version or 0) < version:
-            self._end_beside(self._evaluation)
-        heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
-            if from_first(self._receiver.arrived() is not None, self.mesh, "tensor"):
-                self.take()
-            else:
-                heartbeat.beat()
-                time.sleep(WRITER_IDLE_S)
-        heartbeat.left()
+            self.turn(None)
+            self.step()
         self._tell_version()
 
-    def serve(self, request: object, answers: Answers) -> None:
-        """Answer a request. Collective."""
-        if isinstance(request, LoadRequest):
-            answers.answer(None)
-            self.load(request)
-        elif isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest):
-            self.take_version(request.version)
-            if isinstance(request, DigestsRequest):
-                generator = self._generator
-                own = generator.whole if request.base else generator.engine
-                engine = cast(Engine, generator.further[request.model]) if request.model else own
-                answers.answer(engine_digests(engine))
-            elif isinstance(request, GreedyRequest):
-                answers.answer(self._greedy(request))
-            else:
-                answers.answer(self._begin_evaluation(request))
-        else:
-            value = problem = None
-            try:
-                value = self._value(request)
-            except RewardError as error:  # on every rank of the mesh
-                problem = str(error)
-            answers.answer(PoolAnswer(value, tuple(self.show.take().notes), problem))
+    def serve(self, call: MethodCall, answers: Answers) -> None:
+        """Answer a call of one of the methods below. Collective."""
+        if call.method == "load":  # weights follow the answer
+            answers.answer()
+            self.load(*call.arguments)
+            return
+        value = problem = None
+        try:
+            value = getattr(self, call.method)(*call.arguments)
+        except (RewardError, CheckpointError) as error:  # on every rank of the mesh
+            problem = type(error)(str(error))
+        answers.answer(value, self.show.take().notes, problem)
 
-    def _value(self, request: object) -> object:
-        """The value of a `PoolAnswer`. Collective. Raises: RewardError."""
-        if isinstance(request, SendGroupsRequest):
-            return self._send(request)
-        if isinstance(request, EpisodesRequest):
-            return write_logged(request, self.logged, self.mesh)
-        assert isinstance(request, EndEvaluationRequest | ScoresRequest)
-        return self._end_evaluation(request)
+    def load(self, version: int, base: bool, model: str) -> None:
+        """Take the first weights of an engine, rank to rank by its plan. Collective.
 
-    def load(self, request: LoadRequest) -> None:
-        """Take the first weights of an engine. Collective."""
-        generator = self._generator
-        engine = generator.engine
-        plan = generator.to_engine
-        if request.base and generator.base is not None:
-            engine = generator.base.engine
-            plan = generator.base.to_engine
-        if request.model:
-            engine = cast(NativeEngine, generator.further[request.model])
-            plan = generator.to_whole
+        Args:
+          version: of the weights.
+          base: whether they are the base weights of adapters.
+          model: name of the agents' model whose weights they are; "": they are the policy's.
+        """
+        plan = self._generator.to_whole if base or model else self._generator.to_engine
+        engine = self._engine(base, model)
         with heartbeat.phase("reshard"):
-            engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
+            engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), version)
+
+    def digests(self, version: int, base: bool, model: str) -> EngineDigests:
+        """Digests of an engine's weights of a version, held or on their way. Collective. Args: as of `load`."""
+        self.take_version(version)
+        return engine_digests(self._engine(base, model))
+
+    def _engine(self, base: bool, model: str) -> Engine:
+        own = self._generator.whole if base else self._generator.engine
+        return cast(Engine, self._generator.further[model]) if model else own
+
+    def write_episodes(self, folder: str, groups: Sequence[tuple[Sequence[int], int]]) -> int:
+        """Write the episodes of groups of the newest step; see `write_logged`. Collective."""
+        return write_logged(folder, groups, self.logged, self.mesh)
 
     def _end_beside(self, task: asyncio.Task[_T] | None) -> _T | None:
         """Write groups until a task of the first tensor rank has ended; its result there. Collective over "tensor"."""
@@ -342,23 +331,38 @@ class GroupWriter:
             self.step()
         return None if task is None else task.result()
 
-    def _begin_evaluation(self, request: BeginEvaluationRequest) -> None:
-        """Begin to write this replica's part of an evaluation."""
+    def begin_evaluation(self, version: int, step: int) -> None:
+        """Begin to write this replica's part of an evaluation, beside groups. Collective.
+
+        Args:
+          version: of the weights, which stay until each replica has written its part.
+          step: that has ended.
+        """
+        self.take_version(version)
         heldout, sampling, _, seed, _ = self.generation.evaluation
         self._heldout = SampleWriter(for_heldout(self.generation), heldout, sampling, seed)
-        self._heldout_step = request.step
+        self._heldout_step = step
         if self.resident is not None:
             self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
 
-    def _end_evaluation(self, request: EndEvaluationRequest | ScoresRequest) -> HeldoutEvaluation | WrittenRows:
-        """End the evaluation once this replica's part is written, or have models score its rows first."""
+    def end_evaluation(
+        self, score: Tensor | None = None, scores: Tensor | None = None
+    ) -> HeldoutEvaluation | WrittenRows:
+        """End the evaluation once this replica's part is written. Collective.
+
+        Where models on the trainer ranks score completions, the first call gives the rows of the group HELDOUT, and a
+        second one has their scores.
+
+        Args:
+          score, scores: fields of all rows; None: models have not scored them.
+        """
         heldout = self._heldout
         if heldout is None:
             raise RuntimeError("no evaluation has begun")
-        if isinstance(request, ScoresRequest):
+        if score is not None and scores is not None:
             self._held.pop(HELDOUT, None)
             done, rows = self._unscored.pop()
-            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in request._asdict().items()})
+            rows = rows.with_fields(score=score.to(rows.mesh.device), scores=scores.to(rows.mesh.device))
         else:
             done, rows = heldout.join(self._end_beside(self._evaluation))
             if self._scored:
@@ -366,27 +370,46 @@ class GroupWriter:
                 self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
                 return written_rows(done, rows)
         metrics = heldout_metrics(heldout.generation, done, rows, self.show, self._heldout_step)
-        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
+        return metrics, self.show.kept, self.show.table
 
-    def _greedy(self, request: GreedyRequest) -> Greedy:
-        """Greedy completions of the first replica, beside the groups; no newer weights arrive meanwhile."""
-        requests = greedy_requests(request.prompts, request.new_tokens)
+    def greedy(self, version: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        """Greedy completions of the first replica, beside the groups. Collective.
+
+        Args:
+          version: of the weights; no newer ones arrive meanwhile.
+          prompts: token ids.
+          new_tokens: of each completion.
+        """
+        self.take_version(version)
+        requests = greedy_requests(prompts, new_tokens)
         task = None if self.resident is None else self._loop.create_task(self.resident.ask_all(requests))
         done = from_first(self._end_beside(task), self.mesh, "tensor")
         return compared_greedy(greedy_of(done, self.mesh.device), self.mesh)
 
-    def _send(self, request: SendGroupsRequest) -> None:
-        """Hand over rows of groups, and let go of all rows of these groups."""
-        own = np.flatnonzero(request.owner == self._board.owner)
+    def send_groups(
+        self,
+        origins: np.ndarray,
+        way: tuple[np.ndarray, np.ndarray, np.ndarray],
+        groups: Sequence[int],
+        unlogged: Sequence[int],
+    ) -> None:
+        """Hand over rows of groups, and let go of some groups. Collective.
+
+        Args:
+          origins: [B] of the rows, as `origins_of` numbers them, by their groups.
+          way: first fields of a `Handover` of the rows to the trainer ranks.
+          groups: numbers of those whose rows nobody asks for any more.
+          unlogged: numbers of those whose episodes nobody asks for any more.
+        """
+        handover = Handover(*way, source=self.mesh, target=self._training)
+        own = np.flatnonzero(handover.owner == self._board.owner)
         if len(own):
-            runs = split_origins(request.origins[own])
-            rows = join_rows([take(self._held[number], places) for number, places in runs])
-            way = Handover(request.lengths, request.owner, request.to, source=self.mesh, target=self._training)
+            rows = join_rows([take(self._held[number], places) for number, places in split_origins(origins[own])])
             with heartbeat.phase("send_rows"):
-                send_rows(*own_fields(rows.batch), way)
-        for number in request.groups:
+                send_rows(*own_fields(rows.batch), handover)
+        for number in groups:
             self._held.pop(number, None)
-        for number in request.unlogged:
+        for number in unlogged:
             self.logged.pop(number, None)
 
     def close(self) -> None:
@@ -436,17 +459,6 @@ class GroupWriter:
             room -= self._requests
             if work.place is not None:
                 heartbeat.at_step(work.place // self._rule.places + 1)
-        self._count_waiting(not self._tasks and not self.evaluates)
-
-    def _count_waiting(self, waits: bool) -> None:
-        """Show that this replica works, and count the time since the last call if it had nothing to write."""
-        now = time.monotonic()
-        if (self._tasks or self.evaluates) and now >= self._next_sign:
-            self._next_sign = now + PROGRESS_S
-            self._board.show_work()
-        if self._idle_since is not None:
-            self._waited_s += now - self._idle_since
-        self._idle_since = now if waits else None
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""
@@ -460,17 +472,10 @@ class GroupWriter:
                 self._board.deliver(self._group(begun, problem=str(error)))
                 continue
             numbers = (work.number, baseline_of(work.number))
-            kept |= {number: self._fields(part.rows) for number, part in zip(numbers, parts, strict=False)}
+            kept |= {n: GroupFields.of(part.rows.batch) for n, part in zip(numbers, parts, strict=False)}
             group = describe_group(self._generation, parts, self._group(work))
             self._board.deliver(group._replace(dropped=dropped))
         return kept
-
-    def _fields(self, rows: Rows) -> GroupFields:
-        """Fields of rows on their way to the other tensor ranks."""
-        fields = as_dict(rows.batch)
-        if self.mesh.size("tensor") > 1:
-            fields = trees.map(lambda x: x.cpu(), fields)
-        return GroupFields(fields, further_fields(rows.batch))
 
     def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
@@ -489,9 +494,7 @@ class GroupWriter:
         filters = self._rule.prompts > 1 and not self._rule.rounds
         dropped: list[DroppedPrompt] = []
         while True:
-            example = generation.schedule.prompts[work.prompt.index]
-            split = group_parts(work, generation.sampling)
-            parts = await asyncio.gather(*(write_group(generation, resident, example, *part) for part in split))
+            parts = await write_work(generation, resident, work)
             self.logged[work.number] = [episode for part in parts for episode in part.episodes]
             done, rows, _ = parts[0]
             replacement = None

@@ -29,7 +29,7 @@ from funrl.fields import FIELDS
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, wait_until
+from funrl.mesh.pools.channel import PROGRESS_S, MethodCall, ProgressLimit, wait_until
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.mesh.pools.transfer import TransferGroup, WeightSender
 from funrl.processes.heartbeat import beat, entered, left
@@ -44,14 +44,9 @@ from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, WORK_KEY, GroupBoa
 from funrl.trainer.placement.messages import (
     HELDOUT,
     ORIGIN,
-    BeginEvaluationRequest,
-    EndEvaluationRequest,
-    EpisodesRequest,
     GroupPrompt,
     GroupWork,
     JoinedRows,
-    ScoresRequest,
-    SendGroupsRequest,
     WrittenGroup,
     WrittenRows,
     age_metrics,
@@ -77,7 +72,6 @@ from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, Sa
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
-from funrl.trainer.storage.shard_server import CheckpointError
 
 GENERATORS = 0  # owner of all places in the ledger: a generator rank that is lost ends the run
 
@@ -123,22 +117,8 @@ class ChosenPrompts(NamedTuple):
         return ChosenPrompts(positions, end), memory, metrics
 
 
-class CollectedGroups(NamedTuple):
-    """Groups that have ended.
-
-    Attributes:
-      groups: by number, in the order of their rows, without the rows.
-      samples: rows of their samples.
-      baselines: rows of their greedy completions or episodes; None: they have none.
-    """
-
-    groups: Mapping[int, WrittenGroup]
-    samples: JoinedRows
-    baselines: JoinedRows | None
-
-
 def collect_groups(groups: Mapping[int, WrittenGroup]) -> tuple[list[tuple[Any, ...]], JoinedRows | None, Any]:
-    """The groups as `plain_group` has them, and `CollectedGroups.samples` and `baselines`; None: the groups have none.
+    """The groups as `plain_group` has them, and rows of their samples and of their baselines; None: they have none.
 
     Args:
       groups: by number; or one that ends the run.
@@ -164,7 +144,6 @@ class GroupGenerators:
       ledger: of the run; None: before the first step, and on ranks other than the first.
       weighed: whether weights choose the prompts of batches ahead; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
-      rewards_baselines: whether models reward greedy completions too, once these are on the trainer ranks.
       places: the ledger as the checkpoint has it. "overtaken" [W - 1] bool: which of the places after the oldest one
         that is not taken are taken. "left" [n]: positions of prompts that were passed over.
     """
@@ -180,12 +159,12 @@ class GroupGenerators:
         """
         self.engine = engine
         self.requests = engine.requests
+        self.requests.note = show.note
         self.mesh = engine.requests.mesh
         self.generating = engine.weights.mesh
         self.show = show
         self.step = 0
-        self._schedule = generation.schedule
-        self._samples = generation.sampling.samples
+        self._generation = generation
         self._rule = rule = ledger_rule(job, generation)
         self.ahead = rule.staleness > 0
         self.refills = not rule.rounds
@@ -195,19 +174,16 @@ class GroupGenerators:
         self._newest: tuple[int, ...] = ()  # those that came last
         self._baselines: JoinedRows | None = None  # of these
         self._lost: list[int] = []  # those that the filter has dropped, and nothing has replaced
-        self._rounds: list[tuple[Sequence[int], int]] = []  # of the step, as an `EpisodesRequest` has them
+        self._rounds: list[tuple[Sequence[int], int]] = []  # of the step, as `write_logged` takes them
         self._released: list[int] = []  # groups whose rows nobody asks for any more
         self._unlogged: list[int] = []  # and those whose episodes nobody does
         self._asked = 0  # groups of all steps
         self._numbers: dict[int, int] = {}  # of the newest group of each place that is not taken
         self._left: list[int] = []  # positions of prompts that a run which has ended passed over
         self._first = 0  # position of the prompt of place 0, where each place has the next one
-        self._greedy = generation.greedy_baseline
         self._rescore = generation.rewards.rescore
-        self._heldout = generation.evaluation.heldout
         self.early = self._rescore is not None or needs_tokens(job, generation)
-        self.rewards_baselines = self._rescore is not None and self._greedy
-        self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
+        self.weighed = self.ahead and self._generation.schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         self._fixed = generation.engine.queue == "fixed" and not self.ahead
@@ -234,7 +210,7 @@ class GroupGenerators:
             return state, {}
         ahead = -(-self._rule.ahead // self._rule.places)
         to_come = range(step, min(step + ahead, steps) + 1)
-        self.chosen, memory, metrics = self.chosen.extended(self._schedule, state["curriculum"], to_come)
+        self.chosen, memory, metrics = self.chosen.extended(self._generation.schedule, state["curriculum"], to_come)
         return {**state, "curriculum": memory}, metrics
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
@@ -329,7 +305,7 @@ class GroupGenerators:
         groups, samples, self._baselines = self._collected(self._ask_for_batch(lost, [] if self.ahead else prompts))
         assert len(groups) == len(places)
         self._newest = tuple(groups)
-        self._rounds.append((self._newest, self._samples))
+        self._rounds.append((self._newest, sampling.samples))
         self._released += self._newest
         if self.ahead:
             replaced = {self._groups[number].work.place: self._groups.pop(number) for number in lost}
@@ -341,7 +317,7 @@ class GroupGenerators:
                 self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         places = np.array([group.work.prompt.index for group in groups.values()])
-        examples = [self._schedule.prompts[place] for place in places.tolist()]
+        examples = [self._generation.schedule.prompts[place] for place in places.tolist()]
         done = joined_rollout(samples, self.generating, self.mesh.device)
         rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
         return SampledPrompts(examples, places, done, self.moved_early(rows, len(places)) if self.early else rows)
@@ -388,7 +364,7 @@ class GroupGenerators:
             positions = [self._first + place for place in places]
         by_batch = self._rule.prompts == 1 and not self.weighed  # with the seeds of a batch that is written at once
         firsts = [p - place % size for p, place in zip(positions, places, strict=True)] if by_batch else positions
-        return prompts_at(self._schedule, positions, firsts)
+        return prompts_at(self._generation.schedule, positions, firsts)
 
     def _take_prompts(self, count: int = 1) -> int:
         """Position of the first of some prompts, which nobody else gets."""
@@ -399,7 +375,7 @@ class GroupGenerators:
         weights = self.engine.version or 0
         numbers = range(self._asked, self._asked + len(places))
         self._asked += len(places)
-        baseline = self.ahead and self._greedy
+        baseline = self.ahead and self._generation.greedy_baseline
         return [GroupWork(*work, weights, baseline) for work in zip(numbers, places, prompts, strict=True)]
 
     def _ask(self, works: Sequence[GroupWork], queue: str = ANY_REPLICA) -> None:
@@ -436,7 +412,7 @@ class GroupGenerators:
             self._rounds.append((tuple(own), 1))
         self._released += baselines.numbers.tolist()
         rows = joined_rows(baselines, self.generating, self.mesh.device, sampling.samples)
-        return self.moved_early(rows, len(places)) if self.rewards_baselines else rows
+        return self.moved_early(rows, len(places)) if self._rescore is not None else rows
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
@@ -465,22 +441,22 @@ class GroupGenerators:
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
-        self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
+        self.requests.post(MethodCall("begin_evaluation", (self.engine.version or 0, step)))
         return lambda: self._evaluated(step)
 
     def _evaluated(self, step: int) -> dict[str, float]:
         """Metrics of the evaluation after a step, whose completions models score on the trainer ranks."""
         name = f"the generators' evaluation after step {step}"
-        answer = self._answer(self.requests.post(EndEvaluationRequest()), name)
+        answer = self.requests.ask(MethodCall("end_evaluation"), name)
         if self._rescore is not None:
             rows = remote_rows(answer, origins_of(HELDOUT, answer.owner), self.generating, self.mesh.device)
-            scored = self._rescore(self.moved_early(rows, len(self._heldout)), self._heldout, "eval").batch
-            scores = ScoresRequest(scored.score.cpu(), scored.scores.cpu())
-            answer = self._answer(self.requests.post(scores), name)
+            heldout = self._generation.evaluation.heldout
+            scored = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval").batch
+            answer = self.requests.ask(MethodCall("end_evaluation", (scored.score.cpu(), scored.scores.cpu())), name)
         metrics, samples, table = answer
         self.show.samples(step, samples)
         self.show.evaluated(table)
-        return dict(metrics)
+        return metrics
 
     def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch that was written ahead, as a log has them: fields of `LoggedGroup`.
@@ -507,11 +483,8 @@ class GroupGenerators:
         Raises:
           CheckpointError: one of them cannot write.
         """
-        request = EpisodesRequest(str(folder.absolute()), self._rounds)
-        files = self._answer(self.requests.post(request), "the generators' episodes")
-        if files.problem:
-            raise CheckpointError(files.problem)
-        return files.nbytes
+        request = MethodCall("write_episodes", (str(folder.absolute()), self._rounds))
+        return self.requests.ask(request, "the generators' episodes")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and where groups are written ahead, of the batch and of the weights sent before it."""
@@ -555,23 +528,17 @@ class GroupGenerators:
         """
         released, self._released = self._released, []
         unlogged, self._unlogged = self._unlogged, []
-        number = self.requests.post(SendGroupsRequest(origins, rows.owner, rows.lengths, to, released, unlogged))
-        way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
-        own = receive_rows(*own_fields(rows.batch), way)
-        self._answer(number, "the generators' rows")
+        way = rows.lengths, rows.owner, to
+        number = self.requests.post(MethodCall("send_groups", (origins, way, released, unlogged)))
+        own = receive_rows(*own_fields(rows.batch), Handover(*way, source=rows.mesh, target=mesh))
+        self.requests.answer(number, "the generators' rows")
         return own
 
-    def _answer(self, number: int, waits_for: str) -> Any:
-        """The value of an answer, after its remarks have been shown. Raises: RewardError."""
-        value, notes, problem = self.requests.answer(number, waits_for)
-        for note in notes:
-            self.show.note(note)
-        if problem is not None:
-            raise RewardError(problem)
-        return value
-
-    def _collected(self, numbers: Sequence[int]) -> CollectedGroups:
+    def _collected(self, numbers: Sequence[int]) -> tuple[dict[int, WrittenGroup], JoinedRows, JoinedRows | None]:
         """Some groups that have ended, or else those of the next batch; shows their remarks. Collective.
+
+        Returns: the groups by number, in the order of their rows, without these; rows of their samples, and of their
+          greedy completions or episodes, if they have some.
 
         Raises:
           RewardError: one has failed.
@@ -586,7 +553,7 @@ class GroupGenerators:
             self.show.note(note)
         if samples is None:
             raise RewardError(groups[0].problem or "a group has no rows")
-        return CollectedGroups({group.work.number: group for group in groups}, samples, baselines)
+        return {group.work.number: group for group in groups}, samples, baselines
 
     def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
         """Wait until `look` gives a result on the first rank; None on the others. Collective.

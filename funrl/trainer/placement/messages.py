@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.units import episode_units
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
@@ -17,12 +19,13 @@ from funrl.kinds import FieldKind, Value, line_places
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
 from funrl.rollout.requests import request_seed
+from funrl.rollout.resident import ResidentEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import WrittenSamples
+from funrl.trainer.sources.group_rows import WrittenSamples, write_group
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.prompts import BASELINE_SEED, baseline_sampling
@@ -95,20 +98,8 @@ class GroupWork(NamedTuple):
     baseline: bool = False
 
 
-class GroupPart(NamedTuple):
-    """Completions or episodes of a group that are rewarded together: its samples, or its greedy baseline.
-
-    Attributes:
-      sampling: of them.
-      seeds: of each.
-    """
-
-    sampling: Sampling
-    seeds: list[int]
-
-
-def group_parts(work: GroupWork, sampling: Sampling) -> list[GroupPart]:
-    """Completions or episodes of a group, each part rewarded by itself.
+def group_parts(work: GroupWork, sampling: Sampling) -> list[tuple[Sampling, list[int]]]:
+    """Sampling and seeds of the samples of a group, and of its greedy baseline; each part is rewarded by itself.
 
     Args:
       sampling: of the samples.
@@ -116,9 +107,16 @@ def group_parts(work: GroupWork, sampling: Sampling) -> list[GroupPart]:
     prompt = work.prompt
     greedy = baseline_sampling(sampling)
     if work.place is None:
-        return [GroupPart(greedy, prompt.seeds(1))]
-    parts = [GroupPart(sampling, prompt.seeds(sampling.samples))]
-    return [*parts, GroupPart(greedy, [prompt.baseline_seed])] if work.baseline else parts
+        return [(greedy, prompt.seeds(1))]
+    samples = sampling, prompt.seeds(sampling.samples)
+    return [samples, (greedy, [prompt.baseline_seed])] if work.baseline else [samples]
+
+
+async def write_work(generation: Generation, resident: ResidentEngine, work: GroupWork) -> list[WrittenSamples]:
+    """Write and reward the parts of a group; see `write_group`."""
+    example = generation.schedule.prompts[work.prompt.index]
+    parts = group_parts(work, generation.sampling)
+    return await asyncio.gather(*(write_group(generation, resident, example, *part) for part in parts))
 
 
 HELDOUT = (1 << 31) - 1  # number under which each replica keeps its rows of an evaluation
@@ -210,15 +208,25 @@ class WrittenGroup(NamedTuple):
 
 
 class GroupFields(NamedTuple):
-    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+    """Rows of a group on their way to another process.
 
     Attributes:
-      fields: of the rows.
+      fields: of the rows, on the host.
       further: declarations of fields that are not among `FIELDS`.
     """
 
     fields: dict[str, Value]
     further: dict[str, Field]
+
+    @classmethod
+    def of(cls, batch: Batch) -> GroupFields:
+        """Fields of rows."""
+        return cls(trees.map(lambda x: x.cpu(), as_dict(batch)), further_fields(batch))
+
+    def rows(self, mesh: Mesh) -> Rows:
+        """The rows, on a mesh of this process alone."""
+        fields = trees.map(lambda x: x.to(mesh.device), self.fields)
+        return rows_of(Batch(FIELDS | self.further if self.further else FIELDS, **fields), mesh=mesh)
 
 
 def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
@@ -400,7 +408,7 @@ def remote_rows(written: WrittenRows, origins: np.ndarray, mesh: Mesh, device: t
 
     Args:
       written: facts of the rows.
-      origins: [B] as of a `SendGroupsRequest`.
+      origins: [B] of the rows, as `origins_of` numbers them, by their groups.
       mesh: of the ranks that have them.
       device: of this rank.
     """
@@ -460,104 +468,5 @@ def age_metrics(groups: Sequence[Mapping[int, int]], newest: int) -> dict[str, f
     return {"age/mean": mean, "age/max": float(newest - min(tokens))}
 
 
-class SendGroupsRequest(NamedTuple):
-    """Hand over rows of groups, and let go of some groups. Its answer is empty.
-
-    Attributes:
-      origins: [B] of the rows, as `origins_of` numbers them, by their groups.
-      owner: [B] the rank that has each row, by its index over the row axes of the mesh to generate on.
-      lengths: [B] tokens of each row.
-      to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
-      groups: numbers of those whose rows nobody asks for any more.
-      unlogged: numbers of those whose episodes nobody asks for any more.
-    """
-
-    origins: np.ndarray
-    owner: np.ndarray
-    lengths: np.ndarray
-    to: np.ndarray
-    groups: Sequence[int]
-    unlogged: Sequence[int]
-
-
-class EpisodesRequest(NamedTuple):
-    """Write the episodes of groups of the newest step to files. Its answer is `WrittenFiles`.
-
-    Attributes:
-      folder: for the files, which all ranks see.
-      groups: numbers of groups that were written together, in their order, and the episodes of each.
-    """
-
-    folder: str
-    groups: Sequence[tuple[Sequence[int], int]]
-
-
-class WrittenFiles(NamedTuple):
-    """Files that the generator ranks have written.
-
-    Attributes:
-      nbytes: of all of them.
-      problem: of the first rank that cannot write; "" without one.
-    """
-
-    nbytes: int
-    problem: str
-
-
-class BeginEvaluationRequest(NamedTuple):
-    """Begin to evaluate on the held-out prompts, beside groups, after `step`. Its answer is empty, once it has begun.
-
-    Attributes:
-      step: that has ended.
-      version: of the weights, which stay until each replica has written its part.
-    """
-
-    step: int
-    version: int
-
-
-class EndEvaluationRequest(NamedTuple):
-    """End the evaluation that was begun.
-
-    Its answer is `HeldoutEvaluation`. Where models on the trainer ranks score completions it is `WrittenRows` of the
-    group HELDOUT, and `ScoresRequest` follows.
-    """
-
-
-class ScoresRequest(NamedTuple):
-    """End an evaluation with the scores of models. Its answer is `HeldoutEvaluation`.
-
-    Attributes:
-      score, scores: fields of all rows.
-    """
-
-    score: Tensor
-    scores: Tensor
-
-
-class PoolAnswer(NamedTuple):
-    """Answer to a request whose answer may come with remarks, or end the run.
-
-    Attributes:
-      value: as the request says; None where there is a problem.
-      notes: remarks since the answer before.
-      problem: message of the `RewardError` that ends the run; None without one.
-    """
-
-    value: Any
-    notes: Sequence[str] = ()
-    problem: str | None = None
-
-
-class HeldoutEvaluation(NamedTuple):
-    """Evaluation on the held-out prompts.
-
-    Attributes:
-      metrics: of it.
-      samples: some completions.
-      table: rows of the table of samples.
-    """
-
-    metrics: Mapping[str, float]
-    samples: Sequence[ShownSample]
-    table: Sequence[EvalRow]
+# Metrics of an evaluation, some samples, and rows of the table of samples.
+HeldoutEvaluation = tuple[dict[str, float], Sequence[ShownSample], Sequence[EvalRow]]

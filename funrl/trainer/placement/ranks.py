@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from funrl import trees
 from funrl.batch import Batch, as_dict
 from funrl.compiled_kernels.exact.dispatch import keep_alignment
-from funrl.data.prompts import Example
 from funrl.fields import Field, Schema
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
@@ -96,7 +95,8 @@ def serve_role(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
         else:
             scorer = RemoteScorer(name, parts.roles[name], training, scoring_budget(job.settings))
             owned = scorer.owned
-            compute = functools.partial(_with_scores, scorer, _first_weights(job, parts, scorer))
+            score = functools.partial(score_role, scorer.role, _first_weights(job, parts, scorer))
+            compute = lambda rows, _: rows.with_fields(**score(rows, scorer.token_budget))  # noqa: E731
     schema = job.algorithm.schema.extended(owned)
     answers = Answers(own, name)
     with stops_when_asked(), answers.showing_progress():
@@ -109,12 +109,12 @@ def serve_role(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
                 with heartbeat.phase(f"score_{name}"):
                     rows = compute(rows, request.examples)
             except RewardError as error:  # on every rank of the role
-                answers.answer(RowsAnswer(rows.owner, {}, {}, show.take().notes, str(error)))
+                answers.answer(None, show.take().notes, RewardError(str(error)))
                 continue
             fields = {field: x for field, x in as_dict(rows.batch).items() if field not in given}
             known = {field: fields.pop(field).cpu() for field in list(fields) if schema[field].kind.everywhere}
             kinds = row_field_kinds(schema, fields)
-            answers.answer(RowsAnswer(rows.owner, known, line_forms(fields, kinds), show.take().notes))
+            answers.answer(RowsAnswer(rows.owner, known, line_forms(fields, kinds)), show.take().notes)
             if fields:
                 send_rows(fields, kinds, Handover(request.lengths, rows.owner, request.owner, own, training))
     return request.result
@@ -136,8 +136,3 @@ def _first_weights(job: RLJob, parts: Parts, scorer: RemoteScorer) -> trees.Tree
     rules = stored_rules(job.settings, job.main_role)
     stored = layouts(job.model.shapes, job.model.axes, rules, scorer.training.sizes)
     return reshard(None, scorer.first_plan(stored, job.dtype), parts.mesh)
-
-
-def _with_scores(scorer: RemoteScorer, params: trees.Tree, rows: Rows, examples: Sequence[Example]) -> Rows:
-    del examples
-    return rows.with_fields(**score_role(scorer.role, params, rows, scorer.token_budget))

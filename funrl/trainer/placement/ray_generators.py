@@ -28,10 +28,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import cloudpickle
 import numpy as np
+from torch import Tensor
 
 from funrl import trees
-from funrl.batch import FIELDS, Batch, as_dict, map_kinds
-from funrl.data.prompts import Example
+from funrl.batch import map_kinds
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import episode_groups
 from funrl.kinds import Value
@@ -40,7 +40,7 @@ from funrl.mesh.collectives import from_first, from_first_rank, gather_objects
 from funrl.mesh.launch import join_mesh
 from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.patches import LostPatches
-from funrl.mesh.pools.channel import PROGRESS_S, ProgressLimit, Requests
+from funrl.mesh.pools.channel import PROGRESS_S, MethodCall, ProgressLimit, Requests
 from funrl.mesh.text import text
 from funrl.processes.store import connect, keep_store, listen
 from funrl.rewards.call import RewardError
@@ -51,8 +51,7 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.ray.cluster import import_ray, on_this_node
 from funrl.rollout.ray.engine import RayEngine, WeightBucket, pull_weights
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
-from funrl.rollout.remote.digests import EngineDigests, engine_digests
-from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest
+from funrl.rollout.remote.engine import EngineDigests, engine_digests
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
@@ -63,13 +62,14 @@ from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import WrittenSamples, write_group
+from funrl.trainer.sources.group_rows import write_group
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch, rows_of
+from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch
+from funrl.trainer.storage.shard_server import CheckpointError
 
 REST_S = 0.02  # that the engine rests at most while there is nothing to do
 FOLLOWER_S = 5.0  # in which a process that is gone is noticed
@@ -248,8 +248,7 @@ class GeneratorActor:
     async def write(self, work: messages.GroupWork) -> DeliveredGroup:
         """Write and reward a group."""
         generation = self._generation
-        example = generation.schedule.prompts[work.prompt.index]
-        written = await self._write(generation, example, messages.group_parts(work, generation.sampling))
+        written = await self._written(messages.write_work(generation, self._resident, work))
         group = messages.WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
         if isinstance(written, str):
             return DeliveredGroup(group._replace(problem=written))
@@ -265,12 +264,12 @@ class GeneratorActor:
         generation = for_heldout(self._generation)
         heldout, sampling, _, seed, _ = generation.evaluation
         example, first, seeds = episode_groups(heldout, sampling.samples, seed)[place]
-        written = await self._write(generation, example, [messages.GroupPart(sampling, list(seeds))])
+        written = await self._written(write_group(generation, self._resident, example, sampling, seeds))
         if isinstance(written, str):
             return written
-        done, rows, _ = written[0]
+        done, rows, _ = written
         numbered = [completion._replace(number=first + completion.number) for completion in done.completions]
-        return done._replace(completions=numbered), group_fields(rows.batch)
+        return done._replace(completions=numbered), messages.GroupFields.of(rows.batch)
 
     async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Complete prompts greedily."""
@@ -287,13 +286,10 @@ class GeneratorActor:
                 del self._pulled
             await self._resident.iterate(self._mesh, REST_S)
 
-    async def _write(
-        self, generation: Generation, example: Example, parts: Sequence[messages.GroupPart]
-    ) -> list[WrittenSamples] | str:
-        """Write and reward parts of a group; returns them, or the problem that ends the run."""
-        writing = (write_group(generation, self._resident, example, *part) for part in parts)
+    async def _written(self, writing: Awaitable[_T]) -> _T | str:
+        """What is written beside the engine, or the problem that ends the run."""
         try:
-            return await self._beside(asyncio.gather(*writing))
+            return await self._beside(writing)
         except (RewardError, RunEndingError) as error:
             return str(error)
 
@@ -340,25 +336,14 @@ def row_bytes(rows: Rows) -> list[np.ndarray]:
     def dumped(number: int, length: int) -> np.ndarray:
         row = own_batch(rows, np.array([number]))
         row = map_kinds(lambda kind, x: kind.fit(x, length) if kind.per_token else x, row)
-        return np.frombuffer(pickle.dumps(group_fields(row), pickle.HIGHEST_PROTOCOL), np.uint8)
+        return np.frombuffer(pickle.dumps(messages.GroupFields.of(row), pickle.HIGHEST_PROTOCOL), np.uint8)
 
     return [dumped(*row) for row in enumerate(rows.lengths.tolist())]
 
 
 def rows_of_bytes(parts: Sequence[np.ndarray], mesh: Mesh) -> Rows:
     """The rows of `row_bytes`, on one rank. There is at least one."""
-    return join_rows([rows_of_fields(pickle.loads(part.data), mesh) for part in parts])
-
-
-def group_fields(batch: Batch) -> messages.GroupFields:
-    """Fields of rows on the host."""
-    return messages.GroupFields(trees.map(lambda x: x.cpu(), as_dict(batch)), messages.further_fields(batch))
-
-
-def rows_of_fields(fields: messages.GroupFields, mesh: Mesh) -> Rows:
-    """The rows of `group_fields`, on one rank."""
-    values = trees.map(lambda x: x.to(mesh.device), fields.fields)
-    return rows_of(Batch(FIELDS | fields.further if fields.further else FIELDS, **values), mesh=mesh)
+    return join_rows([pickle.loads(part.data).rows(mesh) for part in parts])
 
 
 # A function that gives a value on the first rank, None before it is there, and another that makes the answer of it.
@@ -393,7 +378,6 @@ class RayGenerators(GroupGenerators, Requests):
         self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
         generation = for_heldout(generation)
         self._evaluation = generation._replace(engine=generation.engine._replace(mesh=self._alone))
-        self._evaluated_step = 0
         self._answers: dict[int, LocalAnswer] = {}
         self._notes: list[str] = []
         self._replaced: dict[int, messages.WrittenGroup] = {}  # by place, which other prompts refill
@@ -444,29 +428,45 @@ class RayGenerators(GroupGenerators, Requests):
             self._ray.kill(self._exchange)
         self._ray.shutdown()
 
-    def post(self, request: object) -> int:
-        """Begin to answer a request; see `Requests`."""
-        if isinstance(request, DigestsRequest):
-            answer = functools.partial(self._digests, request.model, request.version), lambda digests: digests
-        elif isinstance(request, GreedyRequest):
-            answer = self._begin("greedy", [(request.prompts, request.new_tokens)]), lambda values: values[0]
-        elif isinstance(request, messages.EpisodesRequest):
-            answer = lambda: True, lambda _: messages.PoolAnswer(write_logged(request, self._logged, Mesh()))
-        elif isinstance(request, messages.BeginEvaluationRequest):
-            self._evaluated_step = request.step
-            self._heldout_values = self._begin("write_heldout", [(place,) for place in range(len(self._heldout))])
-            return -1  # nobody waits for an answer
-        else:
-            answer = self._heldout_values, functools.partial(self._evaluated_by, request)
+    def post(self, request: MethodCall) -> int:
+        """Begin to answer a call; see `Requests`."""
         self.posted += 1
-        self._answers[self.posted] = answer
+        self._answers[self.posted] = getattr(self, f"_{request.method}")(*request.arguments)
         return self.posted
 
     def answer(self, number: int, waits_for: str) -> Any:
-        """The answer to a request, once it is there; see `Requests`. Collective."""
+        """The value of the answer to a call, once it is there; see `Requests`. Collective."""
         look, finish = self._answers.pop(number)
         value = self._awaited_by(look, waits_for)
-        return from_first_rank(finish(value) if self.mesh.rank == 0 else None, self.mesh)
+        problem = None
+        try:
+            value = finish(value) if self.mesh.rank == 0 else None
+        except (RewardError, CheckpointError) as error:
+            problem = error
+        value, problem = from_first_rank((value, problem), self.mesh)
+        if problem is not None:
+            raise problem
+        return value
+
+    def _digests(self, version: int, base: bool, model: str) -> LocalAnswer:
+        del base
+        return lambda: self._held_digests(model, version), lambda digests: digests
+
+    def _greedy(self, version: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> LocalAnswer:
+        del version
+        return self._begin("greedy", [(prompts, new_tokens)]), lambda values: values[0]
+
+    def _write_episodes(self, folder: str, groups: Sequence[tuple[Sequence[int], int]]) -> LocalAnswer:
+        return lambda: True, lambda _: write_logged(folder, groups, self._logged, Mesh())
+
+    def _begin_evaluation(self, version: int, step: int) -> LocalAnswer:
+        del version
+        count = len(self._evaluation.evaluation.heldout)
+        self._heldout = self._begin("write_heldout", [(place,) for place in range(count)]), step
+        return self._heldout[0], lambda _: None
+
+    def _end_evaluation(self, score: Tensor | None = None, scores: Tensor | None = None) -> LocalAnswer:
+        return self._heldout[0], functools.partial(self._evaluated_by, score, scores)
 
     def _take_prompts(self, count: int = 1) -> int:
         self._positions += count
@@ -535,14 +535,14 @@ class RayGenerators(GroupGenerators, Requests):
             numbers.clear()
         return messages.own_fields(rows_of_bytes(share, self._alone).batch if share else rows.batch)[0]
 
-    def _digests(self, model: str, version: int) -> EngineDigests | None:
+    def _held_digests(self, model: str, version: int) -> EngineDigests | None:
         """Digests of a generator that holds a version of a model; None: no one does."""
         digests = self._link.digests.get(model)
         return digests if digests is not None and digests.version == version else None
 
     def _holds(self, model: str, version: int) -> bool:
         """True if a generator holds a version of a model."""
-        return self._digests(model, version) is not None
+        return self._held_digests(model, version) is not None
 
     def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[], list[Any] | None]:
         """Begin calls of generators with the newest weights, on the first rank.
@@ -556,22 +556,24 @@ class RayGenerators(GroupGenerators, Requests):
             self._link.begin(calls)
         return lambda: [values[n] for n in sorted(values)] if len(values) == len(arguments) else None
 
-    def _evaluated_by(self, request: object, written: Sequence[WrittenHeldout]) -> messages.PoolAnswer:
+    def _evaluated_by(
+        self, score: Tensor | None, scores: Tensor | None, written: Sequence[WrittenHeldout]
+    ) -> messages.HeldoutEvaluation | messages.WrittenRows:
         """End an evaluation whose completions are there, or have models score their rows first."""
         groups = [group for group in written if not isinstance(group, str)]
         if len(groups) < len(written):
-            return messages.PoolAnswer(None, problem=next(problem for problem in written if isinstance(problem, str)))
+            raise RewardError(next(problem for problem in written if isinstance(problem, str)))
         generation = self._evaluation
         samples = generation.evaluation.sampling.samples
-        parts = [rows_of_fields(fields, self._alone) for _, fields in groups]
+        parts = [fields.rows(self._alone) for _, fields in groups]
         done, rows = messages.join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
         done = done._replace(completions=[completion for part, _ in groups for completion in part.completions])
-        if isinstance(request, messages.ScoresRequest):
+        if score is not None and scores is not None:
             del self._rows[messages.HELDOUT]
-            rows = rows.with_fields(**{name: x.to(self.mesh.device) for name, x in request._asdict().items()})
+            rows = rows.with_fields(score=score.to(self.mesh.device), scores=scores.to(self.mesh.device))
         elif self._rescore is not None:
             self._rows[messages.HELDOUT] = row_bytes(rows)
-            return messages.PoolAnswer(messages.written_rows(done, rows))
+            return messages.written_rows(done, rows)
         show = ShowBuffer()
-        metrics = heldout_metrics(generation, done, rows, show, self._evaluated_step)
-        return messages.PoolAnswer(messages.HeldoutEvaluation(metrics, show.kept, show.table))
+        metrics = heldout_metrics(generation, done, rows, show, self._heldout[1])
+        return metrics, show.kept, show.table

@@ -27,7 +27,7 @@ from funrl.trainer.settings.scorers import (
     Given,
     check_environment_flags,
     has_environment,
-    model_path,
+    model_paths,
     own_environment,
     scorers_of,
     weights_by_name,
@@ -148,9 +148,9 @@ def check_files(settings: Settings) -> None:
         for path, _ in data_files(settings, name):
             if problem := source_problem(path):
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
-    for name in MODEL_FLAGS:
-        path = model_path(settings, name)
-        if path is None or settings.estimate.dry_run or Path(path).is_dir():
+    paths = [(name, path) for name in MODEL_FLAGS for path in model_paths(settings, name).values()]
+    for name, path in paths:
+        if settings.estimate.dry_run or Path(path).is_dir():
             continue
         named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
         if not named or ("/" not in path and not has_cached_model(path)):
@@ -258,14 +258,17 @@ def check_engine_flags(s: Settings) -> None:
     if s.sampling.mask_replay:
         _check_mask_replay(s, truncating)
         return
+    if s.sampling.raw_logp:
+        if s.sampling.temperature == 1:
+            raise s.refusal("{raw_logp} does nothing at temperature 1, where it holds already; leave it out")
+        return
     given = [*truncating, *(["repetition_penalty"] if is_given(s, "repetition_penalty") else [])]
     if given and s.sampling.temperature != 1:
         replay = truncating == given and abilities.kept_tokens
         raise s.refusal(
             "{temperature} with {flags}: the trainer needs the engine's log-probabilities before {names}, which it "
-            "reports at temperature 1; use either a temperature, or {names} at temperature 1"
-            + ", or --mask_replay, which trains the truncated distribution"
-            * replay,
+            "reports at temperature 1; use either a temperature, or {names} at temperature 1, or --raw_logp, which "
+            "trains the model's own distribution" + ", or --mask_replay, which trains the truncated one" * replay,
             flags=" ".join(given_flag(s, name) for name in given),
             names=" and ".join(given),
         )
@@ -369,6 +372,24 @@ def check_adapter_flags(s: Settings) -> None:
     """Check what cannot be with adapters. Raises: SettingsError."""
     if s.adapters.lora_rank is not None and s.optimization.optimizer == "muon":
         raise s.refusal("{optimizer} with {lora_rank}: Muon takes matrices, no low-rank factors; use --optimizer=adamw")
+    if s.adapters.nf4:
+        check_nf4_flags(s)
+
+
+def check_nf4_flags(s: Settings) -> None:
+    """Refuse a base in 4 bits where nothing computes with it. Raises: SettingsError."""
+    if devices(mesh_sizes(s)) > 1:
+        raise s.refusal(
+            "{base_format} with {mesh}: bytes and scales of 4 bits are not split or gathered; leave {mesh} out"
+        )
+    if s.devices.place is not None:
+        raise s.refusal("{base_format} with {place}: a base in 4 bits is on one device; leave {place} out")
+    if s.models.backend != "torch" or s.devices.device == "xla":
+        raise s.refusal("{base_format}: weights in 4 bits are expanded by operators of torch for CPUs and GPUs alone")
+    if s.engines.float8:
+        raise s.refusal("{rollout_dtype} with {base_format}: products are of weights in 8 or in 4 bits; leave one out")
+    if not s.estimate.dry_run and not is_installed("bitsandbytes"):
+        raise s.refusal("{base_format}: bitsandbytes is not installed; pip install 'funrl[nf4]'")
 
 
 def is_installed(module: str) -> bool:
@@ -406,6 +427,8 @@ def check_agents(s: Settings) -> None:
     if further and not s.engines.abilities.several_models:
         engines = engines_that("several_models")
         raise s.refusal(f"{{agents}} with {{engine}}: further models are served by --engine={engines}; give that one")
+    if s.adapters.nf4 and further:
+        raise s.refusal("{agents} with {base_format}: further models have whole weights; leave {base_format} out")
     if s.sampling.new_tokens_per_step is not None and further:
         raise s.refusal("{agents} with --new_tokens_per_step: episodes across steps have one model; leave one out")
 

@@ -68,7 +68,9 @@ class ModelSettings:
         needs=("unnamed_tokens",),
     )
     teacher: str | None = flag(
-        None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs=("teacher",)
+        None,
+        "Hugging Face directory of the teacher to distil from; DIR@math,DIR@chat: one for each source of prompts",
+        needs=("teacher",),
     )
     teacher_top_k: int = flag(
         64,
@@ -705,18 +707,20 @@ class SamplingSettings:
         at_least(1),
         chosen="whole completions",
     )
-    temperature: float = flag(1.0, "of sampling and the trainer's log-probabilities", at_least(SMALLEST_TEMPERATURE))
+    temperature: float = flag(
+        1.0, "of sampling and, without --raw_logp, the trainer's log-probabilities", at_least(SMALLEST_TEMPERATURE)
+    )
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0))
     top_p: float = flag(1.0, "sample among the most likely tokens with this total probability", above(0), at_most(1))
     min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1))
     mask_replay: bool = flag(
         False,
         "with --top_k, --top_p or --min_p: train the truncated, tempered distribution that was sampled from",
-        unless={
-            "new_tokens_per_step": "such rows do not have the tokens that could be sampled",
-            "staleness": "such rows do not have the tokens that could be sampled",
-            "place": "its rows do not have the tokens that could be sampled",
-        },
+    )
+    raw_logp: bool = flag(
+        False,
+        "train the model's own distribution, of the whole vocabulary at temperature 1, whatever is sampled from",
+        unless={"mask_replay": "it trains the distribution that was sampled from"},
     )
     repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", *PENALTY_BOUNDS)
     max_refills: int = flag(
@@ -804,6 +808,17 @@ class AdapterSettings:
         "vision.qkv",
     )
     adapter: str | None = flag(None, "directory of adapters on --model that the run begins with", requires="model")
+    base_format: str = flag(
+        "auto",
+        "form in which the frozen weights are stored: nf4, the layers' projections in 4 bits, on one device; auto: "
+        "--dtype",
+        one_of("auto", "nf4"),
+    )
+
+    @property
+    def nf4(self) -> bool:
+        """True if the frozen base is in 4 bits."""
+        return self.base_format == "nf4"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.rewards.named import parse_rewards
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 JUDGE = "judge"
 SCORERS = (*SCORING_ROLES, JUDGE)  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
+SOURCED_FLAGS = tuple(name for name, kind in ROLES.by_flag().items() if not kind.scores_completions)  # DIR@math
 EPISODE_FLAGS = tuple(name for name, flag in settings_flags().items() if "environment" in flag.needs)
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
@@ -96,6 +98,37 @@ def weighted_path(value: str) -> tuple[str, float | None]:
     except ValueError:
         return value, None
     return (path, weight) if path and math.isfinite(weight) else (value, None)
+
+
+def sourced_paths(settings: Settings, name: str) -> dict[str, str]:
+    """Source of prompts -> directory, where a flag such as --teacher names DIR@math,DIR@chat; {}: it names one.
+
+    Raises:
+      SettingsError: a part has no source, or two have the same.
+    """
+    value = flag_value(settings, name)
+    if name not in SOURCED_FLAGS or value is None or Path(value).exists():
+        return {}
+    words = [word.strip().rpartition("@") for word in value.split(",")]
+    if not any(sign and "/" not in source for _, sign, source in words):  # else "@" is of a path
+        return {}
+    paths = {source: path for path, _, source in words}
+    if len(paths) < len(words) or not all(path and source for path, _, source in words):
+        raise SettingsError(f"--{name}={value}: write DIR@SOURCE,DIR@SOURCE with each source of the prompts once")
+    return paths
+
+
+def model_paths(settings: Settings, name: str) -> dict[str, str]:
+    """The directories that a flag names, by what follows each: "@0.5", a weight, "@math", a source, or ""."""
+    if sourced := sourced_paths(settings, name):
+        return {f"@{source}": path for source, path in sourced.items()}
+    path = model_path(settings, name)
+    return {} if path is None else {flag_value(settings, name).removeprefix(path): path}
+
+
+def with_paths(settings: Settings, name: str, change: Callable[[str], str]) -> str:
+    """The value of a flag of models, with each directory changed."""
+    return ",".join(change(path) + rest for rest, path in model_paths(settings, name).items())
 
 
 def weights_by_name(settings: Settings, functions: int) -> str | None:

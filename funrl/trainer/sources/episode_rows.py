@@ -51,12 +51,12 @@ from funrl.trainer.sources.generation import (
     share_table,
     token_fields,
     with_kept,
-    with_objectives,
+    with_source_numbers,
 )
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.step_rows import Rows, on_cpu, rows_of, take, with_owned
 
-POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
+POLICY, TOOL, OTHERS, SUMMARY = 1, 2, 3, 4  # values of `author`
 
 
 class EpisodeSetup(NamedTuple):
@@ -120,9 +120,9 @@ def rollout_of_episodes(
     episodes, costs = run
     mesh = engine.mesh
     count = len(examples) * sampling.samples
-    form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped and not setup.form.kept)
+    form = setup.form._replace(dtype=engine.dtype, raw=setup.form.raw or (sampling.reshaped and not setup.form.kept))
     rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
-    rows = rows._replace(batch=with_objectives(rows.batch, examples, form))
+    rows = rows._replace(batch=with_source_numbers(rows.batch, examples, form))
     transcripts = [transcript_of(number, episode, form) for number, episode in episodes]
     written = {"length": [len(transcript.tokens) for transcript in transcripts]}
     _, lengths = share_table([transcript.number for transcript in transcripts], written, count, mesh)
@@ -235,12 +235,11 @@ def rows_of_episodes(
     ]
     tokens = _fields_of(flat, spans, form, mesh.device)
     columns = {
-        "length": torch.tensor([path.length for _, path in flat], dtype=torch.int64, device=mesh.device),
-        "agent": torch.tensor(
-            [form.agents.index(path.trajectory.agent) for _, path in flat], dtype=torch.int64, device=mesh.device
-        ),
+        "length": [path.length for _, path in flat],
+        "agent": [form.agents.index(path.trajectory.agent) for _, path in flat],
     }
-    everywhere = gather_table(columns, owner_B, mesh, axes=mesh.row_axes)
+    tensors = {name: torch.tensor(x, dtype=torch.int64, device=mesh.device) for name, x in columns.items()}
+    everywhere = gather_table(tensors, owner_B, mesh, axes=mesh.row_axes)
     episode_B = torch.from_numpy(np.repeat(np.arange(count), row_counts_E)).to(mesh.device)
     reward_B = table.reward[episode_B, everywhere["agent"]]
     batch = Batch(
@@ -323,7 +322,7 @@ def _fields_of(
                 replied = True
             if node in path.trained:
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
-                author[row, here] = POLICY
+                author[row, here] = SUMMARY if node.summary else POLICY
                 state[row, here] = _digest(episode.states.get(node, context))
             elif not node.sampled and replied and node not in read:
                 read.add(node)

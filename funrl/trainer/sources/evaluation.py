@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -199,12 +200,10 @@ def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
 
 def sets_of(examples: Sequence[Example]) -> dict[str, list[int]]:
     """Indices of the prompts of each `data_source`, or of each file; empty if there is only one set, or too many."""
-    name_of = source_of(examples)
-    if name_of is None:
-        return {}
-    places_by_set: dict[str, list[int]] = {}
-    for place, example in enumerate(examples):
-        places_by_set.setdefault(name_of(example), []).append(place)
+    places_by_set = defaultdict[str, list[int]](list)
+    if (name_of := source_of(examples)) is not None:
+        for place, example in enumerate(examples):
+            places_by_set[name_of(example)].append(place)
     return places_by_set
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.objectives import OBJECTIVE, OBJECTIVE_FIELD
+from funrl import trees
 from funrl.batch import TOKEN_INT, Batch, declare
 from funrl.compiled_kernels.truncated_scores import KeptTokens
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
-from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT
+from funrl.fields import CONTEXT_FIELDS, KEPT_FIELDS, TEACHER_PROMPT, TEACHER_TOKENS, Field
 from funrl.kinds import Ragged
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -39,6 +40,7 @@ from funrl.rollout.tickets import complete_shared, share_tickets
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
 from funrl.trainer.sources.teacher_prompts import ScoredCompletion, TeacherPrompts
+from funrl.trainer.sources.teacher_tokens import TeacherTokens
 from funrl.trainer.steps.step_rows import Rows, ragged, rows_of, with_owned
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -304,6 +306,19 @@ def completion_texts(
     return [text_after(opening[token], token, ids, decode=decode) for token, ids in zip(before, written, strict=True)]
 
 
+class SourceNumber(NamedTuple):
+    """A field with a number for the source of each row's prompt.
+
+    Attributes:
+      name, field: its name and declaration.
+      number_of: the number of a prompt's source.
+    """
+
+    name: str
+    field: Field
+    number_of: Callable[[Example], int]
+
+
 class RowForm(NamedTuple):
     """Form of rows that are made of completions or episodes.
 
@@ -321,7 +336,8 @@ class RowForm(NamedTuple):
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
       pictures: form in which the model takes pictures; None: it sees none.
       context: makes the prompts of a teacher that sees more than the policy; None: it sees the same.
-      objective_of: number of the objective of a prompt's source; None: there is one objective.
+      numbers: fields with a number for the source of a row's prompt.
+      teacher_tokens: reads rows in a teacher's tokens; None: teachers have the policy's.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -336,7 +352,8 @@ class RowForm(NamedTuple):
     owned: Mapping[str, Tensor] | None = None
     pictures: PictureForm | None = None
     context: TeacherPrompts | None = None
-    objective_of: Callable[[Example], int] | None = None
+    numbers: tuple[SourceNumber, ...] = ()
+    teacher_tokens: TeacherTokens | None = None
 
 
 PLAIN_FORM = RowForm()
@@ -382,15 +399,19 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
     length_R = prompt_P.repeat_interleave(samples) + done.lengths
     prompts = [examples[number // samples] for number in done.own.tolist()]
     spans = [
-        [Span(prompt.tokens), Span(x.tokens, _numbers(x), x.routes, x.kept)]
+        [
+            Span(prompt.tokens),
+            Span(x.tokens, SampledNumbers(x.raw_logp, x.sampling_logp, x.versions, x.digests), x.routes, x.kept),
+        ]
         for prompt, x in zip(prompts, done.completions, strict=True)
     ]
     scored = done.scores.shape[1] > 0
     # The trainer's distribution is the tempered model, which is also what was sampled from, unless tokens are truncated
-    # or penalised. Then take the model's own: the settings' check ensures that the temperature is 1. With the tokens
+    # or penalised, or its own is asked for. Then take the model's own: the trainer's temperature is 1. With the tokens
     # that could be sampled the trainer's distribution is truncated too.
+    raw = form.raw or (sampling.reshaped and not form.kept)
     batch = Batch(
-        **token_fields(spans, form._replace(dtype=done.dtype, raw=sampling.reshaped and not form.kept), device),
+        **token_fields(spans, form._replace(dtype=done.dtype, raw=raw), device),
         length=length_R,
         group=torch.arange(len(length_R), device=device) // samples,
         score=done.score.to(done.dtype) if scored else None,
@@ -398,12 +419,14 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
         truncated=~done.finished,
         failed=done.failed,
     )
-    batch = with_objectives(batch, examples, form)
+    batch = with_source_numbers(batch, examples, form)
     like = next((x.owned.values for x in examples if x.owned is not None), None)
     rows = with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
     if form.context is not None:
         lines = teacher_lines(form.context, examples, done, samples)
         rows = rows.declaring(CONTEXT_FIELDS).with_fields(**{TEACHER_PROMPT: Ragged(*(x.to(device) for x in lines))})
+    if form.teacher_tokens is not None:
+        rows = with_teacher_tokens(rows, form.teacher_tokens, prompts, done)
     return with_kept(rows, spans, device) if form.kept else rows
 
 
@@ -413,37 +436,61 @@ def teacher_lines(context: TeacherPrompts, examples: Sequence[Example], done: Ro
     Raises:
       RewardError: a prompt cannot be made; raised on every rank.
     """
-    lines = None
+    score_R = done.score if done.failed is None else done.score.masked_fill(done.failed, -math.inf)
+    scores = score_R.tolist()
+    numbered = zip(done.own.tolist(), done.completions, strict=True)
+    own = [ScoredCompletion(number, x.written, scores[number]) for number, x in numbered]
+    return once_a_row(lambda: context.lines(examples, own, samples), done.mesh)
+
+
+def with_teacher_tokens(rows: Rows, read: TeacherTokens, prompts: Sequence[Example], done: Rollout) -> Rows:
+    """The rows with their tokens as a teacher reads them, and with spans. Collective.
+
+    Args:
+      read: reads them.
+      prompts: of this rank's rows.
+      done: their completions.
+
+    Raises:
+      RewardError: a teacher cannot read a text; raised on every rank.
+    """
+    device = rows.batch.tokens.device
+    written = [(x.written, len(x.written) < len(x.tokens)) for x in done.completions]
+    own = [(prompt, *x) for prompt, x in zip(prompts, written, strict=True)]
+    lines, span_bT = once_a_row(lambda: read.lines(own, rows.batch.tokens.shape[1]), done.mesh)
+    values = {TEACHER_TOKENS: Ragged(*(x.to(device) for x in lines)), "teacher_span": span_bT.to(device)}
+    return rows.declaring(CONTEXT_FIELDS).with_fields(**values)
+
+
+def once_a_row(make: Callable[[], Any], mesh: Mesh) -> Any:
+    """A value that one of the ranks that have the same rows makes, on all of them. Collective.
+
+    Raises:
+      RewardError: `make` raised it on a rank; raised on every rank.
+    """
+    value = None
     problem = None
-    if done.mesh.index("tensor") == 0:
-        score_R = done.score if done.failed is None else done.score.masked_fill(done.failed, -math.inf)
-        scores = score_R.tolist()
-        numbered = zip(done.own.tolist(), done.completions, strict=True)
-        own = [ScoredCompletion(number, x.written, scores[number]) for number, x in numbered]
+    if mesh.index("tensor") == 0:
         try:
-            lines = context.lines(examples, own, samples)
+            value = make()
         except RewardError as error:
             problem = str(error)
-    raise_everywhere(problem, (), done.mesh)
-    return collectives.from_first(lines, done.mesh, "tensor")
+    raise_everywhere(problem, (), mesh)
+    return collectives.from_first(value, mesh, "tensor")
 
 
-def with_objectives(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
-    """The batch with the number of each row's objective, where there are several.
+def with_source_numbers(batch: Batch, examples: Sequence[Example], form: RowForm) -> Batch:
+    """The batch with the numbers that the form has of the source of each row's prompt.
 
     Args:
       batch: its groups are numbered as the prompts.
       examples: the prompts of all rows.
       form: of the rows.
     """
-    if form.objective_of is None:
-        return batch
-    objective_P = torch.tensor([form.objective_of(x) for x in examples], device=batch.group.device)
-    return declare(batch, {OBJECTIVE: OBJECTIVE_FIELD})._replace(objective=objective_P[batch.group])
-
-
-def _numbers(done: Completion) -> SampledNumbers:
-    return SampledNumbers(done.raw_logp, done.sampling_logp, done.versions, done.digests)
+    for name, field, number_of in form.numbers:
+        number_P = torch.tensor([number_of(x) for x in examples], device=batch.group.device)
+        batch = declare(batch, {name: field})._replace(**{name: number_P[batch.group]})
+    return batch
 
 
 def with_kept(rows: Rows, own: Sequence[Sequence[Span]], device: torch.device) -> Rows:
@@ -457,21 +504,25 @@ def with_kept(rows: Rows, own: Sequence[Sequence[Span]], device: torch.device) -
     """
     empty = torch.zeros(0, dtype=TOKEN_INT)
     counts = torch.zeros(_shape_of(own), dtype=TOKEN_INT)
-    lines = []
-    for row, spans in zip(counts, own, strict=True):
-        ids = [empty]
+    ids = [[empty] for _ in own]
+    for row, begin, span in _placed_spans(own):
+        if span.numbers is None:
+            continue
+        if span.kept is None:
+            raise ValueError("the engine has not recorded what it could have sampled: record_kept=True")
+        counts[row, begin : begin + len(span.tokens)] = span.kept.counts_N
+        ids[row].append(span.kept.ids_M)
+    kept = Ragged(*(x.to(device) for x in ragged(list(map(torch.cat, ids)), empty)))
+    return rows.declaring(KEPT_FIELDS).with_fields(kept=kept, kept_counts=counts.to(device))
+
+
+def _placed_spans(rows: Sequence[Sequence[Span]]) -> Iterator[tuple[int, int, Span]]:
+    """Yield each span with the number of its row and the place of its first token."""
+    for row, spans in enumerate(rows):
         begin = 0
         for span in spans:
-            end = begin + len(span.tokens)
-            if span.numbers is not None:
-                if span.kept is None:
-                    raise ValueError("the engine has not recorded what it could have sampled: record_kept=True")
-                row[begin:end] = span.kept.counts_N
-                ids.append(span.kept.ids_M)
-            begin = end
-        lines.append(torch.cat(ids))
-    kept = Ragged(*(x.to(device) for x in ragged(lines, empty)))
-    return rows.declaring(KEPT_FIELDS).with_fields(kept=kept, kept_counts=counts.to(device))
+            yield row, begin, span
+            begin += len(span.tokens)
 
 
 def _shape_of(rows: Sequence[Sequence[Span]]) -> tuple[int, int]:
@@ -492,46 +543,40 @@ def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.de
     rollout_logp = torch.zeros(shape, dtype=form.dtype)
     version = torch.zeros(shape, dtype=TOKEN_INT)
     routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
-    for row, spans in enumerate(rows):
-        begin = 0
-        for span in spans:
-            here = slice(begin, begin + len(span.tokens))
-            tokens[row, here] = torch.as_tensor(span.tokens, dtype=TOKEN_INT)
-            if span.numbers is not None:
-                mask[row, here] = True
-                rollout_logp[row, here] = span.numbers.raw_logp if form.raw else span.numbers.sampling_logp
-                version[row, here] = torch.as_tensor(span.numbers.versions, dtype=TOKEN_INT)
-            if span.routes is not None and form.choices:
-                routes[row, : len(span.routes)] = span.routes.to(TOKEN_INT)
-            begin = here.stop
-    fields = {"tokens": tokens, "mask": mask, "rollout_logp": rollout_logp}
+    for row, begin, span in _placed_spans(rows):
+        here = slice(begin, begin + len(span.tokens))
+        tokens[row, here] = torch.as_tensor(span.tokens, dtype=TOKEN_INT)
+        if span.numbers is not None:
+            mask[row, here] = True
+            rollout_logp[row, here] = span.numbers.raw_logp if form.raw else span.numbers.sampling_logp
+            version[row, here] = torch.as_tensor(span.numbers.versions, dtype=TOKEN_INT)
+        if span.routes is not None and form.choices:
+            routes[row, : len(span.routes)] = span.routes.to(TOKEN_INT)
+    fields: dict[str, Any] = {"tokens": tokens, "mask": mask, "rollout_logp": rollout_logp}
     if form.versions:
         fields["version"] = version
     if form.choices:
         fields["routes"] = routes
-    on_device: dict[str, Any] = {name: x.to(device) for name, x in fields.items()}
     if form.digests:
-        on_device["digests"] = Ragged(*(x.to(device) for x in digest_lines(rows)))
-    return on_device
+        fields["digests"] = digest_lines(rows)
+    return trees.map(lambda x: x.to(device), fields)
 
 
 def digest_lines(rows: Sequence[Sequence[Span]]) -> Ragged:
     """First token, version and digest of each run of tokens of one digest, of this rank's rows."""
     runs = [np.zeros((0, 3), np.int64)]
     counts = np.zeros(len(rows), np.int64)
-    for row, spans in enumerate(rows):
-        begin = 0
-        for span in spans:
-            if span.numbers is not None:
-                if span.numbers.digests is None:
-                    raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
-                versions = span.numbers.versions.numpy()
-                digests = span.numbers.digests.numpy()
-                changed = (versions[1:] != versions[:-1]) | (digests[1:] != digests[:-1])
-                first = np.flatnonzero(np.append(True, changed)[: len(digests)])
-                runs.append(np.stack([begin + first, versions[first], digests[first]], 1))
-                counts[row] += len(first)
-            begin += len(span.tokens)
+    for row, begin, span in _placed_spans(rows):
+        if span.numbers is None:
+            continue
+        if span.numbers.digests is None:
+            raise ValueError("the engine has not recorded what sampled its tokens: record_digests=True")
+        versions = span.numbers.versions.numpy()
+        digests = span.numbers.digests.numpy()
+        changed = (versions[1:] != versions[:-1]) | (digests[1:] != digests[:-1])
+        first = np.flatnonzero(np.append(True, changed)[: len(digests)])
+        runs.append(np.stack([begin + first, versions[first], digests[first]], 1))
+        counts[row] += len(first)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return Ragged(torch.from_numpy(np.concatenate(runs)), torch.from_numpy(offsets))
 
@@ -549,9 +594,7 @@ def first_texts(
     mine = [i for i, number in enumerate(numbers) if number in own]
     some = [done.completions[place].written for place in np.searchsorted(own, [numbers[i] for i in mine])]
     own_texts = dict(zip(mine, completion_texts(some, decode, [before[i] for i in mine]), strict=True))
-    texts: dict[int, str] = {}
-    for others in collectives.gather_objects(own_texts, done.mesh):
-        texts |= others
+    texts = ChainMap(*collectives.gather_objects(own_texts, done.mesh))
     return [texts[i] for i in range(len(numbers))]
 
 

@@ -133,9 +133,8 @@ class SampleWriter:
         self._seed = seed
         groups = episode_groups(examples, sampling.samples, seed)
         self._tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=fixed)
-        self._pending = None
-        if generation.episodes is None:
-            self._pending = pending_rewards(engine, examples, sampling.samples)
+        completes = generation.episodes is None
+        self._pending = pending_rewards(engine, examples, sampling.samples) if completes else None
         self._begin = time.perf_counter()
 
     async def write(self, resident: ResidentEngine) -> Share:

@@ -24,9 +24,8 @@ from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, moved
 from funrl.trainer.storage.row_shards import HeldRows
 
-SKIPPED = (
-    "filter_groups/skipped"  # metric of a source: 1 if the filter kept nothing, so that the step trains on nothing
-)
+# Metric of a source: 1 if the filter kept nothing, so that the step trains on nothing.
+SKIPPED = "filter_groups/skipped"
 EMPTY = "episodes/skipped"  # the same where no episode could be trained on, so that there is no row
 
 
@@ -239,8 +238,8 @@ class Generation(NamedTuple):
         """The settings for rows that are scored alone: evaluations and baselines have no teacher and no objective."""
         episodes = self.episodes
         if episodes is not None:
-            episodes = episodes._replace(form=episodes.form._replace(objective_of=None))
-        return self._replace(form=self.form._replace(context=None, objective_of=None), episodes=episodes)
+            episodes = episodes._replace(form=episodes.form._replace(numbers=()))
+        return self._replace(form=self.form._replace(context=None, numbers=(), teacher_tokens=None), episodes=episodes)
 
     @property
     def setup(self) -> EpisodeSetup:

@@ -1,24 +1,40 @@
-"""Rows as a role sees them whose prompts are others than the policy's, such as a teacher that knows the answer.
+"""Rows as a role sees them that has other prompts than the policy, as a teacher that knows the answer, or other tokens.
 
 tokens of a row          [prompt, completion]
 `teacher_prompt` of it   [demonstration, prompt]
 what the teacher scores  [demonstration, prompt, completion]
 what it writes           numbers of the completion's tokens, at their places in the row
+
+`teacher_tokens` of it   [prompt, completion] in tokens of another tokenizer
+what it writes           sums over the tokens of each span, at the place of the span's last token
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from funrl.batch import Batch
+from funrl.fields import TEACHER_PROMPT, TEACHER_TOKENS
 from funrl.kinds import Ragged
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 PADDED_TO = 8  # of the tokens of a row, as of other rows
+
+
+class View(Protocol):
+    """Rows in another form, and the way back."""
+
+    @property
+    def rows(self) -> Rows: ...
+
+    def back(self, x: Tensor) -> Tensor:
+        """Numbers of its tokens [b, T', ...] at the tokens of the rows before [b, T, ...]; 0 elsewhere."""
+        ...
 
 
 class ContextRows(NamedTuple):
@@ -79,3 +95,59 @@ def with_context(rows: Rows, field: str) -> ContextRows:
     kept_bT = (place_T >= first_b[:, None]) & (place_T < length_b[:, None])
     place_bT = torch.where(kept_bT, place_T - first_b[:, None] + begin_b[:, None], 0)
     return ContextRows(rows_of(shown, rows.owner, rows.mesh), place_bT, kept_bT)
+
+
+class SpanRows(NamedTuple):
+    """Rows in other tokens.
+
+    Attributes:
+      rows: with tokens, mask and length alone, on the ranks of the rows that they are made of; the mask has the tokens
+        that are in a span.
+      place_bT: of each of these tokens the place of its span's last token in the row before; 0 outside of the mask.
+      width: tokens of the rows before.
+    """
+
+    rows: Rows
+    place_bT: Tensor
+    width: int
+
+    def back(self, x: Tensor) -> Tensor:
+        """Sums over spans of numbers of the new rows' tokens [b, T'], at the spans' last tokens [b, T]; 0 elsewhere."""
+        spread_bT = torch.where(self.rows.batch.mask, x, 0).double()
+        zero_bT = spread_bT.new_zeros(len(x), self.width)
+        return zero_bT.scatter_add(1, self.place_bT, spread_bT).to(x.dtype)
+
+
+def with_own_tokens(rows: Rows, field: str) -> SpanRows:
+    """Rows in other tokens. Collective over the mesh of the rows.
+
+    Args:
+      rows: with the policy's tokens.
+      field: ragged [n, 2], token ids and the places in the row of the last tokens of their spans, -1 where they are in
+        none; a row that owns none keeps its tokens, each a span.
+    """
+    batch = rows.batch
+    lines: Ragged = getattr(batch, field)
+    device = batch.tokens.device
+    offsets = lines.offsets.to(device)
+    T = batch.tokens.shape[1]
+    length_b = batch.across.own(batch.length.to(device))
+    own_b = offsets.diff()
+    new_length_b = torch.where(own_b > 0, own_b, length_b)
+    width = math.ceil(max(int(new_length_b.max()) if len(new_length_b) else 1, 1) / PADDED_TO) * PADDED_TO
+    at_W = torch.arange(width, device=device)
+    kept_bW = (own_b == 0)[:, None] & (at_W < length_b[:, None])
+    before_W = at_W.clamp(max=T - 1)
+    tokens_bW = torch.where(kept_bW, batch.tokens[:, before_W], 0)
+    place_bW = torch.where(kept_bW & batch.mask.to(device)[:, before_W], at_W, -1)
+    row_n = torch.arange(len(own_b), device=device).repeat_interleave(own_b)
+    at_n = torch.arange(len(row_n), device=device) - offsets[row_n]
+    values_n2 = lines.values.to(device)
+    tokens_bW[row_n, at_n] = values_n2[:, 0].to(tokens_bW.dtype)
+    place_bW[row_n, at_n] = values_n2[:, 1]
+    new_length_B = batch.across.sums(new_length_b[:, None]).long()
+    shown = Batch(tokens=tokens_bW, mask=place_bW >= 0, length=new_length_B.to(batch.length.device))
+    return SpanRows(rows_of(shown, rows.owner, rows.mesh), place_bW.clamp_min(0), T)
+
+
+VIEWS: dict[str, Callable[[Rows, str], View]] = {TEACHER_PROMPT: with_context, TEACHER_TOKENS: with_own_tokens}

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl import trees
 from funrl.algos.masks import first_of_equal
 from funrl.batch import Batch, as_dict, schema_of
 from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
@@ -243,7 +242,7 @@ def sizes_of(
 def row_cost(placed: Placed) -> RowCost:
     """The growth of a row's work with its length in a model."""
     cost = placed.model.abilities.cost
-    return RowCost(cost.pair_share(trees.count(placed.model.shapes)), cost.window)
+    return RowCost(cost.pair_share(placed.model.parameters), cost.window)
 
 
 def micro_batch(

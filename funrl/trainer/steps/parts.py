@@ -30,10 +30,12 @@ class AdaptedBase(NamedTuple):
 
     Attributes:
       engine: without adapters.
+      placed: the model that the engine has.
       make_plan: () -> the plan from the base's stored layouts to the engine's, made once.
     """
 
     engine: Engine
+    placed: Placed
     make_plan: Callable[[], Plan]
 
     @property

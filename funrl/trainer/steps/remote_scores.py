@@ -25,10 +25,10 @@ from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
 from funrl.mesh.pools.handover import Handover, LineForm, blank_fields, line_forms, receive_rows, send_rows
 from funrl.models.weight_dtypes import weight_dtypes
-from funrl.rewards.call import RewardError
 from funrl.trainer.steps.micro import row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role
-from funrl.trainer.steps.step_rows import Rows, owned_fields
+from funrl.trainer.steps.score import seen_rows, unwritten_fields
+from funrl.trainer.steps.step_rows import Rows, on_all_rows, owned_fields, take
 
 READ_FIELDS = ("tokens", "mask")  # that a model reads of a row
 REWARD_FIELDS = (*READ_FIELDS, "rollout_logp")  # that a model which rewards completions reads, and whose dtype it has
@@ -62,15 +62,11 @@ class RowsAnswer(NamedTuple):
       owner: [B] the rank of the role that has each row, by its index over the row axes of its mesh.
       known: its own fields whose kind is `everywhere`, such as scores.
       lines: form of the lines of each other field, which follow.
-      notes: remarks.
-      problem: message of the `RewardError` that ends the run; None without one.
     """
 
     owner: np.ndarray
     known: Mapping[str, Tensor]
     lines: Mapping[str, LineForm]
-    notes: Sequence[str] = ()
-    problem: str | None = None
 
 
 class RemoteRole:
@@ -152,11 +148,8 @@ class RemoteRewards(RemoteRole):
         prompts = np.diff(np.arange(ranks + 1) * len(examples) // ranks)  # of each rank
         to = np.repeat(np.arange(ranks), prompts * (len(rows.owner) // len(examples)))
         self.send(rows, REWARD_FIELDS, to, known=known, examples=examples)
+        self.requests.note = note
         rows, answer = self.receive(rows)
-        for line in answer.notes:
-            note(line)
-        if answer.problem is not None:
-            raise RewardError(answer.problem)
         part_B, column_B1 = (answer.known[name].to(self.training.device) for name in ("score", "scores"))
         return rows.with_fields(
             score=part_B if before is None else before + part_B,
@@ -199,11 +192,16 @@ class RemoteScorer(RemoteRole):
         return plan(stored, own, weight_dtypes(own, dtype), ranks_per_node(), **ranks)
 
     def begin(self, rows: Rows, step: int) -> None:
-        """Send rows to score. Collective over the trainer ranks.
+        """Send the rows that the role scores. Collective over the trainer ranks.
 
         Args:
           step: that the rows are of.
         """
+        seen = seen_rows(self.role, rows)
+        if seen is not None:
+            rows = take(rows, seen)
+        if not len(rows.owner):
+            return
         sizes, _ = sizes_of(rows.lengths, self.token_budget, token_ranks(self.mesh))
         ranks = self.mesh.size(self.mesh.row_axes)
         cost = row_cost(self.role.placed)
@@ -212,7 +210,13 @@ class RemoteScorer(RemoteRole):
 
     def finish(self, rows: Rows) -> Rows:
         """The rows of `begin` with the fields that the role writes. Collective over the trainer ranks."""
-        return self.receive(rows)[0]
+        seen = seen_rows(self.role, rows)
+        if seen is None:
+            return self.receive(rows)[0]
+        if not len(seen):
+            return rows.with_fields(**unwritten_fields(self.role, rows))
+        scored = as_dict(self.receive(take(rows, seen))[0].batch)
+        return rows.with_fields(**on_all_rows({name: scored[name] for name in self.role.writes}, seen, rows))
 
 
 def row_field_kinds(schema: Mapping[str, Field], names: Mapping[str, object]) -> dict[str, FieldKind]:

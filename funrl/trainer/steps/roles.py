@@ -114,7 +114,9 @@ class Role(NamedTuple):
         weights are its own.
       frozen: how the names of those of its weights begin that do not learn.
       follow: how its weights move towards the policy's, which it does not learn by itself; None: they stay.
-      context: ragged field of the batch with the prompts that it sees instead of the policy's; "": it sees these.
+      context: ragged field of the batch with the prompts or tokens that it sees instead of the policy's, one of
+        `contexts.VIEWS`; "": it sees these.
+      sources: numbers in the field `data_source` of the rows that it scores; (): all rows.
     """
 
     placed: Placed
@@ -135,6 +137,7 @@ class Role(NamedTuple):
     frozen: tuple[str, ...] = ()
     follow: FollowRule | None = None
     context: str = ""
+    sources: tuple[int, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -262,13 +265,18 @@ def fields_read(algorithm: Algorithm) -> frozenset[str]:
 
 
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """Names of the roles of a run: roles with a loss, and roles that write a field that the algorithm reads."""
+    """Names of the roles of a run: roles with a loss, and roles that write a field that the algorithm reads.
+
+    Where roles for sources of prompts are like one of them, they take its place.
+    """
     kinds = algorithm.role_kinds
     fields = fields_read(algorithm)
     needed = {algorithm.schema[field].writer for field in fields} | set(algorithm.losses)
     if algorithm.divergence is not None:  # which the step computes with that role beside the policy
         needed.add(algorithm.divergence.role)
-    return tuple(name for name in dict.fromkeys((*kinds, *algorithm.losses)) if name in needed)
+    replaced = {kind.like for kind in kinds.values() if kind.sources}
+    needed |= {name for name, kind in kinds.items() if kind.like in needed}
+    return tuple(name for name in dict.fromkeys((*kinds, *algorithm.losses)) if name in needed - replaced)
 
 
 def main_role_of(names: Collection[str], algorithm: Algorithm) -> str:
@@ -285,7 +293,8 @@ def main_role_of(names: Collection[str], algorithm: Algorithm) -> str:
 def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
     """The fields that a role writes for an algorithm, with what its model calls them."""
     read = fields_read(algorithm) | reads(algorithm).optional
-    return {field: output for field, output in algorithm.role_kinds[name].writes.items() if field in read}
+    kinds = algorithm.role_kinds
+    return {field: output for field, output in kinds[kinds[name].like or name].writes.items() if field in read}
 
 
 def reads_scores(algorithm: Algorithm) -> bool:

@@ -15,10 +15,10 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.packing import Slots, unpack_tokens
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.contexts import with_context
+from funrl.trainer.steps.contexts import VIEWS
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.roles import Role
-from funrl.trainer.steps.step_rows import Rows, agent_numbers, rows_of_agents
+from funrl.trainer.steps.step_rows import Rows, agent_numbers, on_all_rows, take
 
 TOKEN_SCORES = ("logp", "entropy", "sum_pi_squared")
 
@@ -44,31 +44,40 @@ def score(
     for name, role in roles.items():
         if role.writes:
             with clock.phase(f"score_{name}"):
-                seen = rows_of_agents(rows, agents.get(name))
-                fields = score_role(role, params[name], seen, token_budget) if len(seen.owner) else {}
-                rows = rows.with_fields(**(fields if seen is rows else _on_all_rows(fields, seen, rows, agents[name])))
+                seen = seen_rows(role, rows, agents.get(name))
+                if seen is None:
+                    fields = score_role(role, params[name], rows, token_budget)
+                elif len(seen):
+                    fields = on_all_rows(score_role(role, params[name], take(rows, seen), token_budget), seen, rows)
+                else:
+                    fields = unwritten_fields(role, rows)
+                rows = rows.with_fields(**fields)
     return rows
 
 
-def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: Collection[int]) -> dict[str, Tensor]:
-    """Scatter fields that a role wrote for the rows of some agents into fields of all rows of this rank."""
-    chosen_b = torch.from_numpy(np.isin(rows.own, agent_numbers(rows, agents))).to(rows.mesh.device)
-    whole = {}
-    for name, some in fields.items():
-        before = rows.batch.get(name)
-        width = rows.batch.tokens.shape[1]
-        written = some.new_zeros(len(rows.own), width, *some.shape[2:]) if before is None else before.clone()
-        fitted = written[chosen_b].zero_()
-        fitted[:, : some.shape[1]] = some[:, :width]
-        written[chosen_b] = fitted
-        whole[name] = written
-    return whole
+def seen_rows(role: Role, rows: Rows, agents: Collection[int] | None = None) -> np.ndarray | None:
+    """Numbers of the rows that a role sees, those of its agents or sources; None: all rows."""
+    if role.sources:
+        return np.flatnonzero(np.isin(rows.batch.data_source.cpu().numpy(), role.sources))
+    return None if agents is None else agent_numbers(rows, agents)
+
+
+def unwritten_fields(role: Role, rows: Rows) -> dict[str, Tensor]:
+    """Zeros for the fields of a role that sees none of the rows, where no other role wrote them."""
+    zero_BT = torch.zeros(
+        rows.batch.tokens.shape,
+        dtype=torch.promote_types(role.placed.dtype, torch.float32),
+        device=rows.mesh.device,
+    )
+    zero_BTK = zero_BT[..., None].expand(*zero_BT.shape, role.topk)
+    zeros = dict.fromkeys(role.writes.values(), zero_BT) | {"topk": zero_BTK.to(TOKEN_INT), "topk_logp": zero_BTK}
+    return {field: zeros[output].clone() for field, output in role.writes.items() if rows.batch.get(field) is None}
 
 
 @torch.no_grad()
 def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
-    shown = with_context(rows, role.context) if role.context else None
+    shown = VIEWS[role.context](rows, role.context) if role.context else None
     seen = rows if shown is None else shown.rows
     fields = role.placed.expert_rows.repeat(lambda: _scores(role, params, seen, token_budget))
     return fields if shown is None else {name: shown.back(x) for name, x in fields.items()}

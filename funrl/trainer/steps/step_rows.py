@@ -160,6 +160,27 @@ def rows_of_agents(rows: Rows, agents: Collection[int] | None) -> Rows:
     return rows if agents is None else take(rows, agent_numbers(rows, agents))
 
 
+def on_all_rows(fields: Mapping[str, Tensor], numbers: np.ndarray, rows: Rows) -> dict[str, Tensor]:
+    """Scatter fields that a role wrote for some rows into fields of all rows of this rank.
+
+    Args:
+      fields: of the rows, on the ranks of these.
+      numbers: of the rows.
+      rows: all rows; those that are not among the numbers keep what they have, or get 0.
+    """
+    chosen_b = torch.from_numpy(np.isin(rows.own, numbers)).to(rows.mesh.device)
+    whole = {}
+    for name, some in fields.items():
+        before = rows.batch.get(name)
+        width = rows.batch.tokens.shape[1]
+        written = some.new_zeros(len(rows.own), width, *some.shape[2:]) if before is None else before.clone()
+        fitted = written[chosen_b].zero_()
+        fitted[:, : some.shape[1]] = some[:, :width]
+        written[chosen_b] = fitted
+        whole[name] = written
+    return whole
+
+
 def join_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of all parts, one part after the other, on one mesh."""
     if len(parts) == 1:

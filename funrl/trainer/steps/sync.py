@@ -90,7 +90,7 @@ def _base_for_engine(
     parts: GeneratingParts, base: AdaptedBase, frozen: Mapping[str, trees.Tree]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the base of adapters as its engine takes it, made when it is asked for."""
-    weights = base_weights(parts, frozen)
+    weights = base_weights(base, frozen)
     form = base.engine.weights
     if form.streamed:
         yield from weights.exported(form.names)
@@ -98,13 +98,13 @@ def _base_for_engine(
         yield from form.named(reshard(weights.tree(), base.to_engine, parts.mesh))
 
 
-def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> DeviceWeights:
-    """The weights that the policy's adapters stand on.
+def base_weights(base: AdaptedBase, frozen: Mapping[str, trees.Tree]) -> DeviceWeights:
+    """The weights that the policy's adapters stand on, as the engine has them.
 
     Args:
       frozen: weights of the roles that do not learn.
     """
-    return deployed(parts.begin, on_base(parts.begin.model, frozen[BASE], None))
+    return deployed(base.placed, on_base(base.placed.model, frozen[BASE], None))
 
 
 def policy_weights(
@@ -256,7 +256,7 @@ def compare_base(parts: GeneratingParts, frozen: Mapping[str, trees.Tree]) -> No
     """
     base = parts.generator.base
     if base is not None:
-        compared = sync_digests(base_weights(parts, frozen), base.engine, BASE_VERSION).compare()
+        compared = sync_digests(base_weights(base, frozen), base.engine, BASE_VERSION).compare()
         parts.generator.proof.base = tree_digest(compared.digests, base.engine.weights)
 
 
