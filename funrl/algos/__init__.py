@@ -28,6 +28,7 @@ _PIECES = {
     "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"
     " greedy_baseline group_center group_log_ratio group_scale informative_rescale leave_one_out"
     " length_weighted_center max_at_k optimal_value_baseline prompt_baseline relative_to_mean win_rate",
+    "advantages.flow": "flow_targets",
     "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of power_of_two",
     "advantages.imitation": "weigh_demonstrations",
     "advantages.resampling": "resample_rows resampling_weights",
@@ -54,7 +55,8 @@ _PIECES = {
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
     "losses.likelihood": "acted_tokens demonstrated_tokens dynamic_likelihood entropy_gated_likelihood imitated_tokens"
-    " negative_log_likelihood observed_tokens restrict sampled_tokens uncertain_likelihood",
+    " negative_log_likelihood observed_tokens"
+    " opening_tokens restrict sampled_tokens uncertain_likelihood",
     "losses.pair_losses": "PairLoss apo_down_pairs apo_zero_pairs bco_pairs check_beta discopop_pairs exo_pairs"
     " hinge_pairs ipo_pairs nca_pairs robust_pairs sigmoid_pairs smoothed sppo_pairs",
     "losses.pairs": "best_and_worst chosen compared gold online_pairs pair_metrics pair_sums pairs_present side_by_side"
@@ -66,8 +68,8 @@ _PIECES = {
     "losses.reductions": "constant_mean prompt_mean sequence_mean sequence_sum_mean token_mean token_sum",
     "losses.reward_models": "last_tokens pairwise_reward step_reward",
     "losses.selected": "entropy_above off_selected on_selected on_tokens probability_below",
-    "losses.sequence_terms": "classification future_weighted gamma_weighted geometric_mean log_ratio_regression"
-    " mask_off_policy self_play_regression",
+    "losses.sequence_terms": "classification future_weighted gamma_weighted geometric_mean flow_balance"
+    " log_ratio_regression mask_off_policy self_play_regression",
     "losses.teacher": "divergence_to_teacher forward_kl_topk kl_to_teacher",
     "losses.token_terms": "clipped_importance direct_reward divergence_mask masked_importance policy_gradient"
     " quadratic_surrogate soft_gate surrogate tapered",

@@ -23,7 +23,6 @@ def rounding(x: Tensor) -> Tensor:
 def clean(batch: Batch) -> Batch:
     """The batch as terms see it: all fields per token, 0 outside the mask, detached except fields of the step.
 
-    A leaf that requires a gradient stays attached: its derivative is what the caller is after, as in `loss_of_part`.
     A field per row, such as the score, has its row's value on every token; see `with_rows_spread`.
 
     Raises:
@@ -37,9 +36,8 @@ def clean(batch: Batch) -> Batch:
             return x
         if x.shape[:2] != mask_BT.shape:
             raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]: add to_tokens() to the chain")
-        attached = x.is_leaf or schema[name].writer == "step"
         x = where_masked(x, mask_BT if x.dim() == 2 else mask_BT[..., None])
-        return x if attached else x.detach()
+        return x if schema[name].writer == "step" else x.detach()
 
     return map_fields(cleaned, with_rows_spread(batch))
 

@@ -12,6 +12,7 @@ as a KL, an entropy bonus, or a piece that is not linear in the scores.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -22,10 +23,11 @@ from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage, Loss
 from funrl.algos.masks import where_masked
 from funrl.algos.metrics import Metric
-from funrl.batch import Batch, with_across
-from funrl.fields import Field, Schema
+from funrl.batch import Batch, as_dict, schema_of, seen_of, with_across
+from funrl.fields import FIELDS, Field, Schema
 
 REWARD_PARTS = "reward_parts"
+ATTACHED = Schema(advantage=dataclasses.replace(FIELDS["advantage"], writer="step"))
 PART_FIELDS = Schema({REWARD_PARTS: Field("token_k", "advantage", "part of each reward function in the advantage")})
 
 
@@ -76,11 +78,19 @@ def loss_of_part(loss: Loss, number: int) -> Loss:
     def numerators(x_BT: Tensor, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Metric]]:
         with torch.enable_grad():
             advantage_BT = batch.advantage.detach().requires_grad_()
-            values, _ = loss.numerators(x_BT, batch._replace(advantage=advantage_BT))
+            values, _ = loss.numerators(x_BT, _with_attached(batch, advantage_BT))
         part_BT = where_masked(getattr(batch, REWARD_PARTS)[..., number], batch.mask)
         return tuple(_derivative(value, advantage_BT, part_BT) for value in values), {}
 
     return Loss(loss.denominators, numerators, loss.fields.extended(PART_FIELDS))
+
+
+def _with_attached(batch: Batch, advantage_BT: Tensor) -> Batch:
+    """The batch with an advantage that terms do not detach, like a field that the step writes."""
+    if seen_of(batch) is not None:  # which records reads, and takes no derivative
+        return batch._replace(advantage=advantage_BT)
+    fields = as_dict(batch) | {"advantage": advantage_BT}
+    return with_across(Batch(schema_of(batch) | ATTACHED, **fields), batch.across)
 
 
 def _derivative(value: Tensor, at: Tensor, direction: Tensor) -> Tensor:

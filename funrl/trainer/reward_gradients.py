@@ -112,7 +112,7 @@ class Explainer(NamedTuple):
         groups = list(self._groups(pass_, whole, rows))
         groups.sort(key=lambda group: -group.norm)
         self.show(plan.step, groups[:SHOWN_GROUPS])
-        passes = f"{2 + len(self.parts)} gradients of all rows"
+        passes = f"{1 + len(self.parts)} gradients of all rows, and one of each of {len(groups)} groups"
         self.note(f"step {plan.step}: rewards explained in {time.perf_counter() - start_s:.2g} s, {passes}")
         return metrics
 

@@ -142,6 +142,31 @@ def regression(beta, other):
     return by_sequence(formula)
 
 
+def flow_targets(beta):
+    def reference(x, b):
+        returns, out = ([[0.0] * len(row) for row in b.mask] for _ in range(2))
+        opening = [[False] * len(row) for row in b.mask]
+        for i in sequences(b):
+            places = sampled(b, i)
+            opening[i][places[0]] = True
+            moved = mean([b.old_logp[i][t] - b.ref_logp[i][t] for t in places])
+            for t in places:
+                out[i][t] = beta * x[i] - b.value[i][places[0]]
+                returns[i][t] = beta * x[i] - moved
+        return {"x": out, "returns": returns, "opening": opening}
+
+    return reference
+
+
+def balance(low, high):
+    def formula(s):
+        moved = mean([new - ref for new, ref in zip(s["logp"], s["ref_logp"], strict=True)])
+        weight = clip(exp(sequence_log_ratio(s, "held")), 1 - low, 1 + high)
+        return [weight * (moved - mean(s["advantage"])) ** 2] * len(s["logp"])
+
+    return by_sequence(formula)
+
+
 def weighed(mu):
     def reference(x, b):
         weight = [
@@ -199,6 +224,8 @@ TERMS = [
         lambda: algos.quadratic_surrogate(0.3, algos.token_ratio("rollout_logp")),
         by_token(lambda new, old, a: quadratic(exp(new - old), a, 0.3), "logp", "rollout_logp", "advantage"),
     ),
+    TermRow("flow_balance", algos.flow_balance, balance(0.2, 0.28), stops=True),
+    TermRow("flow_balance wide", lambda: algos.flow_balance(0.9, 3.0), balance(0.9, 3.0), stops=True),
     TermRow("tapered", algos.tapered, topr(whole=True), stops=True, also=("product_ratio",)),
     TermRow("tapered per_token", lambda: algos.tapered(algos.token_ratio()), topr(whole=False), stops=True),
     TermRow(
@@ -290,6 +317,7 @@ ROWS = [
         Row(f"max_at_k {k}", "advantage", lambda k=k: algos.max_at_k(k), best_of_sets(k), compiles=False)
         for k in (1, 2, 4)
     ),
+    Row("flow_targets", "advantage", lambda: algos.flow_targets(0.7), flow_targets(0.7)),
     Row("class_sizes", "advantage", algos.class_sizes, by_group(class_size)),
     *(
         Row(

@@ -79,6 +79,7 @@ REFUSED = {
     r"reject_second_moment\(high=-1\)": lambda: algos.reject_second_moment(-1),
     r"entropy_gated_likelihood\(alpha=-1, ": lambda: algos.entropy_gated_likelihood(-1),
     "beta is 0.0: it must be above 0": lambda: algos.optimal_value_baseline(0.0),
+    r"flow_balance\(clip_low=-1, clip_high=0.28\): both must be at least 0": lambda: algos.flow_balance(-1),
     "beta is -2: it must be above 0": lambda: algos.log_ratio_regression(-2),
     "beta is -3: it must be above 0": lambda: algos.group_log_ratio(-3),
     r"weigh_demonstrations\(peak=2, ": lambda: algos.weigh_demonstrations(2),

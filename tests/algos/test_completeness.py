@@ -62,6 +62,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "reads": "test_pieces.py::test_a_piece_has_its_properties",
     "advantage_parts": "test_reward_parts.py::test_parts_of_an_advantage_equal_loops_and_add_up_to_it",
     "loss_of_part": "test_reward_parts.py::test_parts_of_a_loss_keep_the_branch_of_the_whole",
+    "opening_tokens": "test_flowrl.py::test_the_two_losses_have_the_gradient_of_the_joint_loss",
     "reward_rounding": "test_pairs.py::test_a_difference_within_rounding_is_a_tie",
     "rounding": "test_pairs.py::test_a_difference_within_rounding_is_a_tie",
     "reference_point": "test_pairs.py::test_reference_point",

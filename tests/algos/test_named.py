@@ -208,6 +208,7 @@ ZERO_BY_GROUP = {
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "sao", "ppo with everything"), "a critic scores, not the group"),
+    "flowrl": "the partition function is taken off, not the group's mean",
     "compaction": "a critic scores, not the group",
     "remax": "a greedy completion scores, not the group",
     "reinforce_plus_plus": "the batch scores, not the group",

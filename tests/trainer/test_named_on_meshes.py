@@ -26,6 +26,7 @@ SPLIT = (  # what they read of a row is on all ranks that have a part of it: rat
     "sppo",
     "otb",
     "vapo",
+    "flowrl",
     "prime",
     "gkd",
     "dpo",
@@ -34,7 +35,7 @@ SPLIT = (  # what they read of a row is on all ranks that have a part of it: rat
     "process_reward_model",
 )
 # what they read of the logits: log-probabilities and values, entropies, likely tokens, rewards
-TENSOR = ("ppo", "gkd", LIKELY, "otb", "process_reward_model")
+TENSOR = ("ppo", "flowrl", "gkd", LIKELY, "otb", "process_reward_model")
 ROWS_APART = (  # each field and role once, means over all rows, groups, pairs, labels, filters and demonstrations
     "ppo",
     "remax",
@@ -49,6 +50,7 @@ ROWS_APART = (  # each field and role once, means over all rows, groups, pairs, 
     "chord",
     "m2po",
     "eaft",
+    "flowrl",
     LIKELY,
 )
 NAMED = {

@@ -92,7 +92,7 @@ def test_gradients_of_groups_add_up_to_that_of_the_update():
     rows, state, _ = scored_batch(run, state)
     phases.explain_batch(run, state, rows)
     assert sum(group.share for group in show.explained[-1][1]) == pytest.approx(1)
-    assert any("rewards explained in" in note for note in show.notes)
+    assert any("3 gradients of all rows, and one of each of 5 groups" in note for note in show.notes)
 
 
 @pytest.mark.parametrize("mesh", quick(list(MESHES), ("dp2,tp2",)))

@@ -111,6 +111,11 @@ def observed_tokens(batch: Batch) -> Tensor:
     return batch.observed
 
 
+def opening_tokens(batch: Batch) -> Tensor:
+    """The first sampled tokens of rows, after `flow_targets`; for `restrict`."""
+    return batch.opening
+
+
 def acted_tokens(batch: Batch) -> Tensor:
     """The tokens that the policy sampled, after `learn_observations`; for `restrict`."""
     return ~batch.observed

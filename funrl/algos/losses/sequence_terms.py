@@ -145,6 +145,33 @@ def log_ratio_regression(beta: float = 0.1, against: str = "old_logp") -> Term:
     return term
 
 
+def flow_balance(clip_low: float = 0.2, clip_high: float = 0.28) -> Term:
+    """w (mean_t log(pi / pi_ref) - A)^2 with w = sg(clip(exp(mean_t log(pi / pi_old)), 1 - clip_low, 1 + clip_high)).
+
+    Args:
+      clip_low, clip_high: how far w may fall below and rise above 1, at least 0.
+    Needs: old_logp, ref_logp [B, T]; advantage [B, T], of `flow_targets` (its mean over the sequence is taken).
+    Returns: a term; loss [B, T] in squared nats, the same on all tokens of a sequence; metrics "actor/flow_gap" (nats
+      per token, the root without w), "actor/ppo_kl".
+
+    Raises:
+      ValueError: a clip is below 0.
+    References: FlowRL, Zhu et al., 2025, https://arxiv.org/abs/2509.15207
+
+    Warning: the paper's w is the product of the ratios; here their geometric mean, as in the authors' later code.
+    """
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(f"flow_balance(clip_low={clip_low}, clip_high={clip_high}): both must be at least 0")
+
+    def term(logp_BT: Tensor, batch: Batch):
+        moved_BT = log_ratio(logp_BT.detach(), batch)
+        gap_BT = mean_of_sequence(logp_BT - batch.ref_logp - batch.advantage, batch)
+        weight_BT = bounded_exp(mean_of_sequence(moved_BT, batch)).clamp(1 - clip_low, 1 + clip_high)
+        return weight_BT * gap_BT.square(), {"actor/flow_gap": gap_BT.abs(), "actor/ppo_kl": -moved_BT}
+
+    return term
+
+
 def classification(tau: float = 0.5) -> Term:
     """log(n + exp(-s / tau)) for good rows, log(m + exp(s / tau)) for the others, with s = mean_t log(pi / pi_old).
 

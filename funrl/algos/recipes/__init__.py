@@ -28,6 +28,7 @@ _FIRST = (  # in lists; other files follow by name
     "cfpo",
     "maxpo",
     "treepo",
+    "flowrl",
     "spo",
     "pf_ppo",
     "sppo",
