@@ -16,7 +16,6 @@ from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.processes import spans
 from funrl.rollout.engine import Engine
-from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, Request, request_seed
@@ -106,27 +105,12 @@ def run_episodes(
     """
     tickets = tickets_of(groups, mesh, limits)
     runner = EpisodeRunner(environment, setup, limits)
-    return run_of_replica(run_beside(engine, mesh, functools.partial(runner.run, tickets=tickets)), mesh)
+    return from_first(run_beside(engine, mesh, functools.partial(runner.run, tickets=tickets)), mesh, "tensor")
 
 
 def tickets_of(groups: Sequence[EpisodeGroup], mesh: Mesh, limits: EpisodeLimits) -> Tickets[EpisodeGroup]:
     """Tickets of groups of episodes. Collective."""
     return share_tickets(groups, mesh, size=len(groups[0].seeds) if groups else 1, fixed=limits.fixed)
-
-
-def run_of_replica(run: EpisodeRun | None, mesh: Mesh) -> EpisodeRun:
-    """The run of a replica's first tensor rank on all of its tensor ranks. Collective over "tensor".
-
-    Args:
-      run: on that rank; None: on the others.
-      mesh: of the engines.
-    """
-    if run is None:
-        records, costs = from_first(None, mesh, "tensor")
-        return EpisodeRun([(number, from_record(record)) for number, record in records], costs)
-    if mesh.size("tensor") > 1:
-        from_first(([(number, to_record(episode)) for number, episode in run.episodes], run.costs), mesh, "tensor")
-    return run
 
 
 class EpisodeRunner:

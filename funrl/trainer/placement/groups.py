@@ -68,7 +68,7 @@ from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule, as_chos
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import BASELINE_SEED, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, SampledPrompts, Source, StepLog, StepRows
+from funrl.trainer.sources.source import Generation, NextRows, SampledPrompts, Source, StepLog, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
@@ -311,16 +311,18 @@ class GroupGenerators:
             replaced = {self._groups[number].work.place: self._groups.pop(number) for number in lost}
             groups = {n: in_place_of(replaced.get(group.work.place), group) for n, group in groups.items()}
         self._groups |= groups
+        dropped = [prompt for group in groups.values() for prompt in group.dropped] if self.refills else []
         if self.ahead:
             positions = [group.work.prompt.position for group in groups.values()]
             if self.ledger is not None and self._rule.prompts > 1:
-                self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
+                self.ledger.use_prompts([*positions, *(prompt.position for prompt in dropped)])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         places = np.array([group.work.prompt.index for group in groups.values()])
         examples = [self._generation.schedule.prompts[place] for place in places.tolist()]
         done = joined_rollout(samples, self.generating, self.mesh.device)
         rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
-        return SampledPrompts(examples, places, done, self.moved_early(rows, len(places)) if self.early else rows)
+        rows = self.moved_early(rows, len(places)) if self.early else rows
+        return SampledPrompts(examples, places, done, rows, dropped)
 
     def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
         """Ask for groups of the batch that have not been asked for; returns their numbers on the first rank.
@@ -413,10 +415,6 @@ class GroupGenerators:
         self._released += baselines.numbers.tolist()
         rows = joined_rows(baselines, self.generating, self.mesh.device, sampling.samples)
         return self.moved_early(rows, len(places)) if self._rescore is not None else rows
-
-    def dropped(self) -> list[DroppedPrompt]:
-        """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
-        return [prompt for group in self._groups.values() for prompt in group.dropped] if self.refills else []
 
     def keep(self, prompts: np.ndarray) -> None:
         """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""

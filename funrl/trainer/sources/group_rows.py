@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner, episode_groups, run_of_replica
+from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner, episode_groups
 from funrl.kinds import joined_lines
 from funrl.mesh.collectives import from_first
 from funrl.processes import spans
@@ -161,13 +161,12 @@ class SampleWriter:
         generation = self.generation
         mesh = generation.engine.mesh
         raise_everywhere(str(share) if isinstance(share, RunEndingError) else None, (), mesh)
+        run = from_first(share, mesh, "tensor")
         if generation.episodes is None:
-            run = CompletionRun(from_first(share, mesh, "tensor"), self._pending, self._begin)
-        else:
-            run = run_of_replica(share if isinstance(share, EpisodeRun) else None, mesh)
-            if generation.episodes.log is not None:
-                seeded = ((n, request_seed(self._seed, n), episode) for n, episode in run.episodes)
-                generation.episodes.log.extend(LoggedEpisode(*logged) for logged in seeded)
+            run = CompletionRun(run, self._pending, self._begin)
+        elif generation.episodes.log is not None:
+            seeded = ((n, request_seed(self._seed, n), episode) for n, episode in run.episodes)
+            generation.episodes.log.extend(LoggedEpisode(*logged) for logged in seeded)
         return join_samples(generation, run, self._examples, self._sampling)
 
 

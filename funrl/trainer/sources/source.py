@@ -121,12 +121,14 @@ class SampledPrompts(NamedTuple):
       examples: [P] the prompts.
       places: [P] their indices among all, or their positions in the order of the prompts.
       done, rows: their completions or episodes, and the rows.
+      replaced: prompts whose places these took where they were written.
     """
 
     examples: list[Example]
     places: np.ndarray
     done: Rollout
     rows: Rows
+    replaced: Sequence[DroppedPrompt] = ()
 
 
 class RemoteGenerators(Protocol):
@@ -140,10 +142,6 @@ class RemoteGenerators(Protocol):
 
     def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> SampledPrompts:
         """As many prompts as these: others may have overtaken some. Completions have no tokens, and rows may not."""
-        ...
-
-    def dropped(self) -> Sequence[DroppedPrompt]:
-        """Prompts that were replaced for the newest rows."""
         ...
 
     def keep(self, prompts: np.ndarray) -> None:
