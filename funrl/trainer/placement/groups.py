@@ -48,7 +48,6 @@ from funrl.trainer.placement.messages import (
     GroupWork,
     JoinedRows,
     WrittenGroup,
-    WrittenRows,
     age_metrics,
     baseline_of,
     group_of,
@@ -123,13 +122,8 @@ def collect_groups(groups: Mapping[int, WrittenGroup]) -> tuple[list[tuple[Any, 
     Args:
       groups: by number; or one that ends the run.
     """
-    samples: list[tuple[int, int, WrittenRows]] = []
-    baselines: list[tuple[int, int, WrittenRows]] = []
-    for number, group in groups.items():
-        if group.written is not None:
-            samples.append((number, group.generator, group.written))
-        if group.baseline is not None:
-            baselines.append((baseline_of(number), group.generator, group.baseline))
+    samples = [(n, group.generator, group.written) for n, group in groups.items() if group.written]
+    baselines = [(baseline_of(n), group.generator, group.baseline) for n, group in groups.items() if group.baseline]
     plain = [plain_group(without_rows(group)) for group in groups.values()]
     return plain, join_written(samples) if samples else None, join_written(baselines) if baselines else None
 
@@ -433,12 +427,8 @@ class GroupGenerators:
         shown = [(place, x) for place, number in enumerate(self._newest) for x in self._groups[number].shown]
         return dict(shown[:SHOWN_PROMPTS])
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the replicas beside their groups; see `RemoteGenerators`."""
-        return self.begin_evaluation(step)()
-
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
-        """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
+        """Have replicas evaluate the newest weights beside their groups; see `RemoteGenerators`."""
         self.requests.post(MethodCall("begin_evaluation", (self.engine.version or 0, step)))
         return lambda: self._evaluated(step)
 
@@ -450,7 +440,8 @@ class GroupGenerators:
             rows = remote_rows(answer, origins_of(HELDOUT, answer.owner), self.generating, self.mesh.device)
             heldout = self._generation.evaluation.heldout
             scored = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval").batch
-            answer = self.requests.ask(MethodCall("end_evaluation", (scored.score.cpu(), scored.scores.cpu())), name)
+            scores = {"score": scored.score.cpu(), "scores": scored.scores.cpu()}
+            answer = self.requests.ask(MethodCall("end_evaluation", (scores,)), name)
         metrics, samples, table = answer
         self.show.samples(step, samples)
         self.show.evaluated(table)

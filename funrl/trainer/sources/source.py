@@ -161,9 +161,9 @@ class RemoteGenerators(Protocol):
         """The first sample of some of the first prompts of the newest rows, by the prompt's number among these."""
         return {}
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics on the held-out prompts, of which the client shows some completions."""
-        return {}
+    def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
+        """Begin an evaluation; returns a function that waits for its metrics and shows some completions."""
+        return dict
 
 
 class RowSelection(NamedTuple):
