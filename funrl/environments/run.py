@@ -143,8 +143,10 @@ class EpisodeRunner:
                 room = self._room()
                 if tickets.left and (room > 0 or not running):
                     running |= {self._begin(group) for group in tickets.take(max(room, 1))}
-                if running:  # otherwise other replicas have taken the rest
-                    await resident.progress(TAKE_EVERY_S if tickets.left else None)
+                if tickets.left:
+                    await resident.progress(TAKE_EVERY_S)
+                elif running:  # otherwise other replicas have taken the rest
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 ended = {task for task in running if task.done()}
                 episodes += [pair for task in ended for pair in task.result()]
                 running -= ended
@@ -152,14 +154,6 @@ class EpisodeRunner:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        return self._run_of(episodes)
-
-    async def run_alone(self, resident: ResidentEngine, group: EpisodeGroup) -> EpisodeRun:
-        """Run one group."""
-        self.resident = resident
-        return self._run_of(await self.run_group(group))
-
-    def _run_of(self, episodes: Sequence[tuple[int, Episode]]) -> EpisodeRun:
         ascending = sorted(episodes, key=lambda pair: pair[0])
         costs = [EpisodeSpending(self._environment_s[number], self._recomputed[number]) for number, _ in ascending]
         return EpisodeRun(ascending, costs)

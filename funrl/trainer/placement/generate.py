@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from funrl.environments.logged import LoggedEpisode
+from funrl.environments.run import episode_groups
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers, End, MethodCall
@@ -340,7 +341,8 @@ class GroupWriter:
         """
         self.take_version(version)
         heldout, sampling, _, seed, _ = self.generation.evaluation
-        self._heldout = SampleWriter(for_heldout(self.generation), heldout, sampling, seed)
+        groups = episode_groups(heldout, sampling.samples, seed)
+        self._heldout = SampleWriter(for_heldout(self.generation), groups, sampling)
         self._heldout_step = step
         if self.resident is not None:
             self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
@@ -362,7 +364,7 @@ class GroupWriter:
             done, rows = self._unscored.pop()
             rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in scores.items()})
         else:
-            done, rows = heldout.join(self._end_beside(self._evaluation))
+            done, rows, _ = heldout.join(self._end_beside(self._evaluation))
             if self._scored:
                 self._unscored.append((done, rows))
                 self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
