@@ -29,7 +29,6 @@ from funrl.processes.worker_pool import (
     WorkerClient,
     open_workers,
 )
-from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import Chat, EpisodeLimits, Policy, PolicySetup, RunEndingError, Serve
 from funrl.rollout.requests import Completion, Request
@@ -78,7 +77,7 @@ class HostedEnvironment:
         call = client.begin(WorkerCall(payload=cloudpickle.dumps((terms, example, seed))), questions.hear)
         answer = asyncio.wrap_future(call.future)
         try:
-            problem, record = await asyncio.shield(answer)
+            problem, episode = await asyncio.shield(answer)
         except CallLostError as lost:
             raise RuntimeError(f"the process of the environment ended {lost}") from lost
         except asyncio.CancelledError:
@@ -91,7 +90,7 @@ class HostedEnvironment:
             questions.close()
         if problem:
             raise RunEndingError(problem)
-        return from_record(record)
+        return episode
 
 
 class HostedScoringEnvironment(HostedEnvironment):
@@ -139,7 +138,7 @@ def open_hosted(
 async def _run_there(
     environment: Environment, chat: Chat | None, serve: Serve | None, payload: bytes, ask: AskRank
 ) -> tuple[str, Any]:
-    """Run an episode in a worker; returns the problem that ends the run, or "", and the record of the episode."""
+    """Run an episode in a worker; returns the problem that ends the run, or "", and the episode."""
     terms, example, seed = pickle.loads(payload)
     setup = PolicySetup(terms.sampling, chat, terms.models, serve)
     policy = Policy(functools.partial(_ask, ask), setup, seed, terms.limits)
@@ -147,7 +146,7 @@ async def _run_there(
         episode = await guarded_episode(lambda: environment.run(policy, example, seed), policy)
     except RunEndingError as error:
         return str(error), None
-    return "", to_record(episode)
+    return "", episode
 
 
 async def _ask(ask: AskRank, request: Request) -> Completion:

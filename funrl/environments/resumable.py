@@ -33,9 +33,9 @@ from funrl.environments.run import EpisodeGroup, EpisodeRunner, tickets_of
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.engine import Engine
-from funrl.rollout.episode_records import from_record, record_from_json, to_json, to_record
+from funrl.rollout.episode_records import record_from_json, to_json
 from funrl.rollout.episode_replay import EpisodeLog, LogError, LoggedPolicy, completion_of
-from funrl.rollout.episodes import Episode, Trajectory
+from funrl.rollout.episodes import Episode, Trajectory, from_record, to_record
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup, RunEndingError, with_turn
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
@@ -77,6 +77,14 @@ class UnfinishedEpisode(NamedTuple):
     log: EpisodeLog = EpisodeLog()
     failures: int = 0
 
+    @classmethod
+    def of(cls, calls: Episode, answers: Sequence[str], failures: int) -> UnfinishedEpisode:
+        """The episode whose calls of the policy are the trajectories of another one."""
+        return cls(EpisodeLog(calls.ends, answers), failures)
+
+    def __reduce__(self) -> tuple[Callable[..., UnfinishedEpisode], tuple[object, ...]]:
+        return UnfinishedEpisode.of, (Episode(self.log.calls, {}), self.log.answers, self.failures)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupRecord:
@@ -103,18 +111,6 @@ class GroupRecord:
     @functools.cached_property
     def text(self) -> str:
         """The episodes as JSON. Raises: TypeError, a message has what JSON cannot hold."""
-        return to_json(self.entries())
-
-    @classmethod
-    def from_text(cls, first: int, text: str) -> GroupRecord:
-        """The record whose `text` this is."""
-        return cls.from_entries(first, json.loads(text), lambda record: from_record(record_from_json(record)))
-
-    def __reduce__(self) -> tuple[Callable[..., GroupRecord], tuple[object, ...]]:
-        return GroupRecord.from_entries, (self.first, self.entries())
-
-    def entries(self) -> list[dict[str, Any]]:
-        """The episodes without references from node to node."""
         entries: list[dict[str, Any]] = []
         for sample in self.samples:
             if isinstance(sample, Episode):
@@ -123,19 +119,17 @@ class GroupRecord:
                 calls = to_record(Episode(sample.log.calls, {}))
                 rest = {"answers": sample.log.answers, "failures": sample.failures}
                 entries.append({"done": None, "calls": calls, **rest})
-        return entries
+        return to_json(entries)
 
     @classmethod
-    def from_entries(
-        cls, first: int, entries: Sequence[dict[str, Any]], read: Callable[[Any], Episode] = from_record
-    ) -> GroupRecord:
-        """The record that has these entries."""
-        samples = [
-            UnfinishedEpisode(EpisodeLog(read(entry["calls"]).ends, entry["answers"]), entry["failures"])
-            if entry["done"] is None
-            else read(entry["done"])
-            for entry in entries
-        ]
+    def from_text(cls, first: int, text: str) -> GroupRecord:
+        """The record whose `text` this is."""
+        samples: list[Episode | UnfinishedEpisode] = []
+        for entry in json.loads(text):
+            episode = from_record(record_from_json(entry["done"] or entry["calls"]))
+            if entry["done"] is None:
+                episode = UnfinishedEpisode.of(episode, entry["answers"], entry["failures"])
+            samples.append(episode)
         return cls(first, samples)
 
 

@@ -16,7 +16,6 @@ from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.processes import spans
 from funrl.rollout.engine import Engine
-from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, Request, request_seed
@@ -106,27 +105,12 @@ def run_episodes(
     """
     tickets = tickets_of(groups, mesh, limits)
     runner = EpisodeRunner(environment, setup, limits)
-    return run_of_replica(run_beside(engine, mesh, functools.partial(runner.run, tickets=tickets)), mesh)
+    return from_first(run_beside(engine, mesh, functools.partial(runner.run, tickets=tickets)), mesh, "tensor")
 
 
 def tickets_of(groups: Sequence[EpisodeGroup], mesh: Mesh, limits: EpisodeLimits) -> Tickets[EpisodeGroup]:
     """Tickets of groups of episodes. Collective."""
     return share_tickets(groups, mesh, size=len(groups[0].seeds) if groups else 1, fixed=limits.fixed)
-
-
-def run_of_replica(run: EpisodeRun | None, mesh: Mesh) -> EpisodeRun:
-    """The run of a replica's first tensor rank on all of its tensor ranks. Collective over "tensor".
-
-    Args:
-      run: on that rank; None: on the others.
-      mesh: of the engines.
-    """
-    if run is None:
-        records, costs = from_first(None, mesh, "tensor")
-        return EpisodeRun([(number, from_record(record)) for number, record in records], costs)
-    if mesh.size("tensor") > 1:
-        from_first(([(number, to_record(episode)) for number, episode in run.episodes], run.costs), mesh, "tensor")
-    return run
 
 
 class EpisodeRunner:
@@ -159,8 +143,10 @@ class EpisodeRunner:
                 room = self._room()
                 if tickets.left and (room > 0 or not running):
                     running |= {self._begin(group) for group in tickets.take(max(room, 1))}
-                if running:  # otherwise other replicas have taken the rest
-                    await resident.progress(TAKE_EVERY_S if tickets.left else None)
+                if tickets.left:
+                    await resident.progress(TAKE_EVERY_S)
+                elif running:  # otherwise other replicas have taken the rest
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 ended = {task for task in running if task.done()}
                 episodes += [pair for task in ended for pair in task.result()]
                 running -= ended
@@ -168,14 +154,6 @@ class EpisodeRunner:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        return self._run_of(episodes)
-
-    async def run_alone(self, resident: ResidentEngine, group: EpisodeGroup) -> EpisodeRun:
-        """Run one group."""
-        self.resident = resident
-        return self._run_of(await self.run_group(group))
-
-    def _run_of(self, episodes: Sequence[tuple[int, Episode]]) -> EpisodeRun:
         ascending = sorted(episodes, key=lambda pair: pair[0])
         costs = [EpisodeSpending(self._environment_s[number], self._recomputed[number]) for number, _ in ascending]
         return EpisodeRun(ascending, costs)

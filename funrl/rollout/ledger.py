@@ -245,7 +245,7 @@ class Ledger:
 
     def deliver(self, owner: int, number: int, attempt: int) -> bool:
         """Note that a place is written, with rows or empty; False: another attempt has replaced this one."""
-        if not self._is_current(owner, number, attempt):
+        if number not in self.running.get(owner, ()) or self.places[number].attempt != attempt:
             return False
         self.running[owner].remove(number)
         self.places[number] = self.places[number]._replace(state=PlaceState.WRITTEN)
@@ -324,9 +324,6 @@ class Ledger:
 
     def _is_whole(self, state: PlaceState) -> bool:
         return len(self.batch) == self.rule.places and all(self.places[n].state >= state for n in self.batch)
-
-    def _is_current(self, owner: int, number: int, attempt: int) -> bool:
-        return number in self.running.get(owner, ()) and self.places[number].attempt == attempt
 
     def _wait(self, number: int) -> None:
         _remove(self.written, number)

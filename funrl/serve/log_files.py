@@ -27,8 +27,8 @@ from funrl.data.messages import TRAIN_FIELD, are_messages, normal_message, norma
 from funrl.data.records import read_records
 from funrl.data.supervised import completed_texts
 from funrl.environments.agents import POLICY
-from funrl.rollout.episode_records import from_record, record_from_json
-from funrl.rollout.episodes import Episode, Message, Node, Trajectory
+from funrl.rollout.episode_records import record_from_json
+from funrl.rollout.episodes import Episode, Message, Node, Trajectory, from_record
 from funrl.serve.asks import Body
 from funrl.serve.messages import read_messages
 

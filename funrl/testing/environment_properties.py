@@ -21,8 +21,7 @@ from funrl.environments.attempt import CLEAN_UP_S, EpisodeClock, attempt_episode
 from funrl.environments.builtin.load import environment_from
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.rollout.episode_records import to_record
-from funrl.rollout.episodes import Episode
+from funrl.rollout.episodes import Episode, to_record
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import run_coroutine

@@ -133,7 +133,7 @@ def plain(episode):
     facts = [(nodes.get(node.parent), list(node.tokens), node.sampled, node.finish, numbers(node)) for node in nodes]
     turn_rewards = {nodes[node]: reward for node, reward in episode.turn_rewards.items()}
     ends = [(end.agent, nodes[end.leaf]) for end in episode.ends]
-    rest = dataclasses.replace(episode, ends=(), turn_rewards={}, problem="")
+    rest = dataclasses.replace(episode, ends=[], turn_rewards={}, problem="")
     return facts, turn_rewards, ends, rest
 
 

@@ -177,15 +177,17 @@ def test_the_engine_runs_while_environments_take_their_time(monkeypatch):
     setup = PolicySetup(Sampling(max_new_tokens=64), TemplateChat(tokenizer))
     examples = [encode(Prompt("Once upon a time", {}), tokenizer)] * 64
     limits = EpisodeLimits(length=model.config.max_positions)
-    rest = ResidentEngine.rest
+    iterate = ResidentEngine.iterate
     idle_s = []
 
-    async def timed_rest(*args):
+    async def timed(resident, *args):
+        is_idle = not resident._new and not engine.unfinished()
         begin = time.perf_counter()
-        await rest(*args)
-        idle_s.append(time.perf_counter() - begin)
+        await iterate(resident, *args)
+        if is_idle:
+            idle_s.append(time.perf_counter() - begin)
 
-    monkeypatch.setattr(ResidentEngine, "rest", timed_rest)
+    monkeypatch.setattr(ResidentEngine, "iterate", timed)
     environment = Slow()
     begin = time.perf_counter()
     done = run_episodes(engine, SINGLE, environment, episode_groups(examples, 4, 0), setup, limits)

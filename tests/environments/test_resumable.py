@@ -20,8 +20,8 @@ from funrl.environments.run import episode_groups
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
-from funrl.rollout.episode_records import from_record, record_from_json
-from funrl.rollout.episodes import Episode
+from funrl.rollout.episode_records import record_from_json
+from funrl.rollout.episodes import Episode, from_record
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits
 
 

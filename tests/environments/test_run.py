@@ -32,8 +32,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.rollout.engine import complete
-from funrl.rollout.episode_records import from_record, to_record
-from funrl.rollout.episodes import Episode
+from funrl.rollout.episodes import Episode, from_record, to_record
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits
 from funrl.rollout.requests import requests_of
 

@@ -7,8 +7,7 @@ import pickle
 import pytest
 import torch
 
-from funrl.rollout.episode_records import from_record, to_record
-from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.episodes import Episode, Node, Trajectory, from_record, to_record
 from funrl.rollout.policy import EpisodeLimits, LimitReached, Policy, PolicySetup, ReadReply
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling

@@ -26,9 +26,9 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.models.decoder.routing import Experts
 from funrl.rollout.engine import complete, onload_engine
-from funrl.rollout.episode_records import from_record, record_from_json, to_json, to_record
+from funrl.rollout.episode_records import record_from_json, to_json
 from funrl.rollout.episode_replay import completion_of
-from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.episodes import Episode, Node, Trajectory, from_record, to_record
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling

@@ -17,7 +17,7 @@ from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.rewards.call import RewardError
-from funrl.rollout.episode_records import to_record
+from funrl.rollout.episodes import to_record
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.loop import train_loop
 from funrl.trainer.replay import replay

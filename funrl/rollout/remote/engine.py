@@ -25,12 +25,11 @@ from funrl.rollout.certificate import (
     SyncError,
     differing_weights,
     digest,
+    digest_parts,
     faults_everywhere,
     first_copy,
     first_fault,
-    held_digest,
     largest_gap,
-    readable_weights,
 )
 from funrl.rollout.elsewhere import Compared, Greedy
 from funrl.rollout.engine import Engine, WeightSpec
@@ -113,17 +112,13 @@ def engine_digests(engine: Engine) -> EngineDigests:
     spec = engine.weights
     mesh = spec.mesh
     placed = spec.held_layouts
-    own = {name: torch.zeros(3, dtype=torch.int64, device=mesh.device) for name in placed}
     faults = list[str]()
-    parts: dict[str, Tensor] = {}
-    for name, held in readable_weights(spec, engine.held_weights(), faults):
-        if held is None:
-            own[name][2] = 1
-            continue
-        number = parts[name] = held_digest(held, placed[name], spec).to(mesh.device)
-        own[name] = torch.stack([number * first_copy(placed[name], mesh), number, number.new_zeros(())])
+    parts = {name: x.to(mesh.device) for name, x in digest_parts(spec, engine.held_weights(), faults).items()}
     engine.take_digests(parts)
-    sums = psum(torch.stack(list(own.values())), mesh, AXES).tolist()
+    none = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    own = {name: torch.stack([x * first_copy(placed[name], mesh), x, none]) for name, x in parts.items()}
+    unread = torch.stack([none, none, none + 1])
+    sums = psum(torch.stack([own.get(name, unread) for name in placed]), mesh, AXES).tolist()
     digests = {name: (once, every) for name, (once, every, unread) in zip(placed, sums, strict=True) if not unread}
     return EngineDigests(engine.version, digests, tuple(faults_everywhere(faults, mesh)))
 

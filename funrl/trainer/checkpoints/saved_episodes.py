@@ -15,7 +15,8 @@ from pathlib import Path
 from funrl.environments.chat import without_pictures
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.mesh import Mesh
-from funrl.rollout.episode_records import EpisodeRecord, from_record, record_from_json, to_json, to_record
+from funrl.rollout.episode_records import record_from_json, to_json
+from funrl.rollout.episodes import EpisodeRecord, from_record, to_record
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
 

@@ -43,7 +43,7 @@ from funrl.trainer.sources.generation import (
     settle_proof,
 )
 from funrl.trainer.sources.group_rows import first_samples, join_samples, rescored
-from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show
 from funrl.trainer.sources.prompts import prompt_source, rows_of_choice
 from funrl.trainer.sources.selection import SamplingRound, chosen_of_step, filtered_round, first_chosen, join_chosen
 from funrl.trainer.sources.source import Generation, SampledPrompts, Source, StepRows, StoredState
@@ -298,7 +298,8 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         if writer.weights is not None:
             metrics["curriculum/passed_over"] = rounds[-1].end - begin - counts[NEW]
         if generation.shows(step):
-            show.samples(step, _shown(generation, sampled))
+            parts = [first_samples(generation, x.examples, x.done, x.rows, writer.samples) for x in sampled]
+            show.samples(step, [sample for part in parts for sample in part][:SHOWN_PROMPTS])
         choice = chosen_of_step(generation, rounds, sampled, step, show)
         ready = {place for part in choice.chosen for place in part.places.tolist()}
         choice = choice._replace(chosen=[first_chosen(join_chosen(choice.chosen), schedule.batch)])
@@ -387,13 +388,6 @@ def _fill(
         counts |= {"partial/waiting_episodes": episodes, "partial/restarted_episodes": writer.restarted}
     rounds[-1] = rounds[-1]._replace(end=consumed)
     return held, sampled, rounds, {name: float(x) for name, x in counts.items()}
-
-
-def _shown(generation: Generation, sampled: Sequence[SampledPrompts]) -> list[ShownSample]:
-    """The first sample of each of the prompts that were finished first."""
-    samples = generation.sampling.samples
-    parts = [first_samples(generation, part.examples, part.done, part.rows, samples) for part in sampled]
-    return [sample for part in parts for sample in part][:SHOWN_PROMPTS]
 
 
 def _staleness(rows: Rows, version: int) -> dict[str, float]:

@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from funrl.environments.logged import LoggedEpisode
+from funrl.environments.run import episode_groups
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers, End, MethodCall
@@ -197,10 +198,10 @@ class GroupWriter:
         self.engine = generation.engine.engine
         self.resident = ResidentEngine(self.engine) if mesh.index("tensor") == 0 else None
         self._replicas = mesh.size(mesh.row_axes)
-        self._notes: list[str] = []
+        self._notes = ShowBuffer()
         self._alone = Mesh(device=mesh.device, timeout=mesh.timeout)
         self._generation = generation._replace(
-            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._notes.append)
+            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._notes.note)
         )
         self._receiver = receiver
         self._generator = generator
@@ -340,31 +341,30 @@ class GroupWriter:
         """
         self.take_version(version)
         heldout, sampling, _, seed, _ = self.generation.evaluation
-        self._heldout = SampleWriter(for_heldout(self.generation), heldout, sampling, seed)
+        groups = episode_groups(heldout, sampling.samples, seed)
+        self._heldout = SampleWriter(for_heldout(self.generation), groups, sampling)
         self._heldout_step = step
         if self.resident is not None:
             self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
 
-    def end_evaluation(
-        self, score: Tensor | None = None, scores: Tensor | None = None
-    ) -> HeldoutEvaluation | WrittenRows:
+    def end_evaluation(self, scores: Mapping[str, Tensor] | None = None) -> HeldoutEvaluation | WrittenRows:
         """End the evaluation once this replica's part is written. Collective.
 
         Where models on the trainer ranks score completions, the first call gives the rows of the group HELDOUT, and a
         second one has their scores.
 
         Args:
-          score, scores: fields of all rows; None: models have not scored them.
+          scores: fields of all rows; None: models have not scored them.
         """
         heldout = self._heldout
         if heldout is None:
             raise RuntimeError("no evaluation has begun")
-        if score is not None and scores is not None:
+        if scores is not None:
             self._held.pop(HELDOUT, None)
             done, rows = self._unscored.pop()
-            rows = rows.with_fields(score=score.to(rows.mesh.device), scores=scores.to(rows.mesh.device))
+            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in scores.items()})
         else:
-            done, rows = heldout.join(self._end_beside(self._evaluation))
+            done, rows, _ = heldout.join(self._end_beside(self._evaluation))
             if self._scored:
                 self._unscored.append((done, rows))
                 self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
@@ -480,8 +480,7 @@ class GroupWriter:
     def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
         waited_s, self._waited_s = self._waited_s, 0.0
-        notes = list(self._notes)
-        self._notes.clear()
+        notes = self._notes.take().notes
         return WrittenGroup(self._board.owner, work, None, {}, (), waited_s, notes=notes, problem=problem)
 
     async def _write(self, resident: ResidentEngine, work: GroupWork) -> GroupResult:

@@ -48,7 +48,6 @@ from funrl.trainer.placement.messages import (
     GroupWork,
     JoinedRows,
     WrittenGroup,
-    WrittenRows,
     age_metrics,
     baseline_of,
     group_of,
@@ -68,7 +67,7 @@ from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule, as_chos
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import BASELINE_SEED, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, SampledPrompts, Source, StepLog, StepRows
+from funrl.trainer.sources.source import Generation, NextRows, SampledPrompts, Source, StepLog, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
@@ -123,13 +122,8 @@ def collect_groups(groups: Mapping[int, WrittenGroup]) -> tuple[list[tuple[Any, 
     Args:
       groups: by number; or one that ends the run.
     """
-    samples: list[tuple[int, int, WrittenRows]] = []
-    baselines: list[tuple[int, int, WrittenRows]] = []
-    for number, group in groups.items():
-        if group.written is not None:
-            samples.append((number, group.generator, group.written))
-        if group.baseline is not None:
-            baselines.append((baseline_of(number), group.generator, group.baseline))
+    samples = [(n, group.generator, group.written) for n, group in groups.items() if group.written]
+    baselines = [(baseline_of(n), group.generator, group.baseline) for n, group in groups.items() if group.baseline]
     plain = [plain_group(without_rows(group)) for group in groups.values()]
     return plain, join_written(samples) if samples else None, join_written(baselines) if baselines else None
 
@@ -311,16 +305,18 @@ class GroupGenerators:
             replaced = {self._groups[number].work.place: self._groups.pop(number) for number in lost}
             groups = {n: in_place_of(replaced.get(group.work.place), group) for n, group in groups.items()}
         self._groups |= groups
+        dropped = [prompt for group in groups.values() for prompt in group.dropped] if self.refills else []
         if self.ahead:
             positions = [group.work.prompt.position for group in groups.values()]
             if self.ledger is not None and self._rule.prompts > 1:
-                self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
+                self.ledger.use_prompts([*positions, *(prompt.position for prompt in dropped)])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         places = np.array([group.work.prompt.index for group in groups.values()])
         examples = [self._generation.schedule.prompts[place] for place in places.tolist()]
         done = joined_rollout(samples, self.generating, self.mesh.device)
         rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
-        return SampledPrompts(examples, places, done, self.moved_early(rows, len(places)) if self.early else rows)
+        rows = self.moved_early(rows, len(places)) if self.early else rows
+        return SampledPrompts(examples, places, done, rows, dropped)
 
     def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
         """Ask for groups of the batch that have not been asked for; returns their numbers on the first rank.
@@ -414,10 +410,6 @@ class GroupGenerators:
         rows = joined_rows(baselines, self.generating, self.mesh.device, sampling.samples)
         return self.moved_early(rows, len(places)) if self._rescore is not None else rows
 
-    def dropped(self) -> list[DroppedPrompt]:
-        """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
-        return [prompt for group in self._groups.values() for prompt in group.dropped] if self.refills else []
-
     def keep(self, prompts: np.ndarray) -> None:
         """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""
         kept = {self._newest[place] for place in prompts.tolist()}
@@ -435,12 +427,8 @@ class GroupGenerators:
         shown = [(place, x) for place, number in enumerate(self._newest) for x in self._groups[number].shown]
         return dict(shown[:SHOWN_PROMPTS])
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the replicas beside their groups; see `RemoteGenerators`."""
-        return self.begin_evaluation(step)()
-
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
-        """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
+        """Have replicas evaluate the newest weights beside their groups; see `RemoteGenerators`."""
         self.requests.post(MethodCall("begin_evaluation", (self.engine.version or 0, step)))
         return lambda: self._evaluated(step)
 
@@ -452,7 +440,8 @@ class GroupGenerators:
             rows = remote_rows(answer, origins_of(HELDOUT, answer.owner), self.generating, self.mesh.device)
             heldout = self._generation.evaluation.heldout
             scored = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval").batch
-            answer = self.requests.ask(MethodCall("end_evaluation", (scored.score.cpu(), scored.scores.cpu())), name)
+            scores = {"score": scored.score.cpu(), "scores": scored.scores.cpu()}
+            answer = self.requests.ask(MethodCall("end_evaluation", (scores,)), name)
         metrics, samples, table = answer
         self.show.samples(step, samples)
         self.show.evaluated(table)

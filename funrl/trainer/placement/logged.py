@@ -164,7 +164,9 @@ class LoggedWriter(RemoteGenerators):
         done, rows = self._written(self._batch, sampling, first=0)
         places = self.generation.schedule.numbers_at(np.array([group.position for group in self._batch]))
         examples = [self.generation.schedule.prompts[place] for place in places.tolist()]
-        return SampledPrompts(examples, places, done, with_stale(rows, self.generation.engine.engine.version or 0))
+        replaced = [prompt for group in self._batch for prompt in group.dropped]
+        rows = with_stale(rows, self.generation.engine.engine.version or 0)
+        return SampledPrompts(examples, places, done, rows, replaced)
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the step; see `RemoteGenerators`."""
@@ -211,10 +213,6 @@ class LoggedWriter(RemoteGenerators):
         environment = self.generation.setup.environment
         assert isinstance(environment, LoggedEnvironment)
         return environment
-
-    def dropped(self) -> list[DroppedPrompt]:
-        """Prompts that were replaced in the run for the step's batch."""
-        return [prompt for group in self._batch for prompt in group.dropped]
 
     def metrics(self) -> dict[str, float]:
         """Ages of the batch's tokens; it has no times."""

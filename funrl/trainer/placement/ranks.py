@@ -9,7 +9,7 @@ from typing import Any
 from funrl import trees
 from funrl.batch import Batch, as_dict
 from funrl.compiled_kernels.exact.dispatch import keep_alignment
-from funrl.fields import Field, Schema
+from funrl.fields import Field
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End, end_requests
@@ -35,9 +35,9 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.startup import MakeSource
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.remote_scores import RemoteScorer, RowsAnswer, RowsRequest, row_field_kinds
+from funrl.trainer.steps.remote_scores import RemoteScorer, RowsAnswer, row_field_kinds
 from funrl.trainer.steps.score import score_role
-from funrl.trainer.steps.step_rows import Rows, rows_of
+from funrl.trainer.steps.step_rows import rows_of
 
 
 @keep_alignment()
@@ -103,8 +103,11 @@ def serve_role(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
         while not isinstance(request := answers.take("rows to score"), End):
             if request.step:
                 heartbeat.at_step(request.step)
-            rows = _received_rows(request, schema, training, own)
-            given = as_dict(rows.batch)
+            kinds = row_field_kinds(schema, request.lines)
+            way = Handover(request.lengths, request.owner, request.to, source=training, target=own)
+            given = receive_rows(blank_fields(request.lines, kinds, own.device), kinds, way)
+            given |= {name: x.to(own.device) for name, x in request.known.items()}
+            rows = rows_of(Batch(schema, **given), request.to, own)
             try:
                 with heartbeat.phase(f"score_{name}"):
                     rows = compute(rows, request.examples)
@@ -118,15 +121,6 @@ def serve_role(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
             if fields:
                 send_rows(fields, kinds, Handover(request.lengths, rows.owner, request.owner, own, training))
     return request.result
-
-
-def _received_rows(request: RowsRequest, schema: Schema, training: Mesh, own: Mesh) -> Rows:
-    """The rows of a request. Collective over the ranks of the role; the other arguments are those of `serve_role`."""
-    kinds = row_field_kinds(schema, request.lines)
-    way = Handover(request.lengths, request.owner, request.to, source=training, target=own)
-    given = receive_rows(blank_fields(request.lines, kinds, own.device), kinds, way)
-    given |= {name: x.to(own.device) for name, x in request.known.items()}
-    return rows_of(Batch(schema, **given), request.to, own)
 
 
 def _first_weights(job: RLJob, parts: Parts, scorer: RemoteScorer) -> trees.Tree:

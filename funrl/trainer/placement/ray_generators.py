@@ -341,11 +341,6 @@ def row_bytes(rows: Rows) -> list[np.ndarray]:
     return [dumped(*row) for row in enumerate(rows.lengths.tolist())]
 
 
-def rows_of_bytes(parts: Sequence[np.ndarray], mesh: Mesh) -> Rows:
-    """The rows of `row_bytes`, on one rank. There is at least one."""
-    return join_rows([pickle.loads(part.data).rows(mesh) for part in parts])
-
-
 # A function that gives a value on the first rank, None before it is there, and another that makes the answer of it.
 LocalAnswer = tuple[Callable[[], Any], Callable[[Any], Any]]
 ROWS = "rows"  # topic of the exchange
@@ -465,8 +460,8 @@ class RayGenerators(GroupGenerators, Requests):
         self._heldout = self._begin("write_heldout", [(place,) for place in range(count)]), step
         return self._heldout[0], lambda _: None
 
-    def _end_evaluation(self, score: Tensor | None = None, scores: Tensor | None = None) -> LocalAnswer:
-        return self._heldout[0], functools.partial(self._evaluated_by, score, scores)
+    def _end_evaluation(self, scores: Mapping[str, Tensor] | None = None) -> LocalAnswer:
+        return self._heldout[0], functools.partial(self._evaluated_by, scores)
 
     def _take_prompts(self, count: int = 1) -> int:
         self._positions += count
@@ -533,7 +528,9 @@ class RayGenerators(GroupGenerators, Requests):
             for number in numbers:
                 kept.pop(number, None)
             numbers.clear()
-        return messages.own_fields(rows_of_bytes(share, self._alone).batch if share else rows.batch)[0]
+        if share:
+            rows = join_rows([pickle.loads(row.data).rows(self._alone) for row in share])
+        return messages.own_fields(rows.batch)[0]
 
     def _held_digests(self, model: str, version: int) -> EngineDigests | None:
         """Digests of a generator that holds a version of a model; None: no one does."""
@@ -557,7 +554,7 @@ class RayGenerators(GroupGenerators, Requests):
         return lambda: [values[n] for n in sorted(values)] if len(values) == len(arguments) else None
 
     def _evaluated_by(
-        self, score: Tensor | None, scores: Tensor | None, written: Sequence[WrittenHeldout]
+        self, scores: Mapping[str, Tensor] | None, written: Sequence[WrittenHeldout]
     ) -> messages.HeldoutEvaluation | messages.WrittenRows:
         """End an evaluation whose completions are there, or have models score their rows first."""
         groups = [group for group in written if not isinstance(group, str)]
@@ -568,9 +565,9 @@ class RayGenerators(GroupGenerators, Requests):
         parts = [fields.rows(self._alone) for _, fields in groups]
         done, rows = messages.join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
         done = done._replace(completions=[completion for part, _ in groups for completion in part.completions])
-        if score is not None and scores is not None:
+        if scores is not None:
             del self._rows[messages.HELDOUT]
-            rows = rows.with_fields(score=score.to(self.mesh.device), scores=scores.to(self.mesh.device))
+            rows = rows.with_fields(**{name: x.to(self.mesh.device) for name, x in scores.items()})
         elif self._rescore is not None:
             self._rows[messages.HELDOUT] = row_bytes(rows)
             return messages.written_rows(done, rows)

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner, episode_groups, run_of_replica
+from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner, episode_groups
 from funrl.kinds import joined_lines
 from funrl.mesh.collectives import from_first
 from funrl.processes import spans
 from funrl.rollout.policy import RunEndingError
-from funrl.rollout.requests import Completion, Request, request_seed
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import share_tickets
-from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
+from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import (
     CompletionRun,
     Rollout,
@@ -38,11 +38,11 @@ REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
 
 
 class WrittenSamples(NamedTuple):
-    """Completions or episodes of one prompt.
+    """Completions or episodes of prompts.
 
     Attributes:
       done, rows: what was written, and its rows.
-      episodes: for the log of the run, with numbers from 0; empty where the log keeps none.
+      episodes: of this replica for the log of the run, with numbers from 0; empty where the log keeps none.
     """
 
     done: Rollout
@@ -95,10 +95,13 @@ def rewarded_rows(
             done = rollout(engine, examples, sampling, seed)
             rows = to_rows(examples, done, sampling, generation.form)
         else:
-            writer = SampleWriter(generation, examples, sampling, seed, fixed=engine.queue == "fixed")
+            groups = episode_groups(examples, sampling.samples, seed)
+            writer = SampleWriter(generation, groups, sampling, fixed=engine.queue == "fixed")
             with settle_proof(engine.proof):
                 share = run_beside(engine.engine, engine.mesh, writer.write)
-            done, rows = writer.join(share)
+            done, rows, logged = writer.join(share)
+            if generation.episodes.log is not None:
+                generation.episodes.log.extend(logged)
     if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
     return done, rescored(generation, rows, examples, phase)
@@ -110,46 +113,49 @@ class SampleWriter:
     They depend on prompts, seeds and weights alone, whichever replica writes them and beside what.
 
     Example:
-      writer = SampleWriter(generation, examples, sampling, seed=0)
-      done, rows = writer.join(await writer.write(resident))
+      writer = SampleWriter(generation, episode_groups(examples, samples=4, seed=0), sampling)
+      done, rows, _ = writer.join(await writer.write(resident))
     """
 
     def __init__(
-        self, generation: Generation, examples: Sequence[Example], sampling: Sampling, seed: int, *, fixed: bool = True
+        self, generation: Generation, groups: Sequence[EpisodeGroup], sampling: Sampling, *, fixed: bool = True
     ) -> None:
         """Begin without samples. Collective over the mesh to generate on.
 
         Args:
           generation: as of a source, on that mesh.
-          examples: prompts of all replicas.
+          groups: of all replicas; their samples are numbered from 0.
           sampling: of the samples.
-          seed: of their noise.
-          fixed: whether each replica takes an equal range of the prompts instead of what it has room for.
+          fixed: whether each replica takes an equal range of the groups instead of what it has room for.
         """
         engine = generation.engine
         self.generation = generation
-        self._examples = examples
+        self._groups = groups
         self._sampling = sampling
-        self._seed = seed
-        groups = episode_groups(examples, sampling.samples, seed)
+        self._examples = [group.example for group in groups]
         self._tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=fixed)
         completes = generation.episodes is None
-        self._pending = pending_rewards(engine, examples, sampling.samples) if completes else None
+        self._pending = pending_rewards(engine, self._examples, sampling.samples) if completes else None
         self._begin = time.perf_counter()
 
     async def write(self, resident: ResidentEngine) -> Share:
         """Write the share, on this replica's first tensor rank."""
         setup = self.generation.episodes
         if setup is not None:
+            runner = EpisodeRunner(setup.environment, policy_setup(setup, self._sampling), setup.limits)
             try:
-                return await _runner(setup, self._sampling).run(resident, self._tickets)
+                return await runner.run(resident, self._tickets)
             except RunEndingError as error:
                 return error
         ended = None if self._pending is None else self._pending.add
         writing = (complete_group(resident, group, self._sampling, ended) for group in self._tickets.groups)
         return [done for group in await asyncio.gather(*writing) for done in group]
 
-    def join(self, share: Share | None) -> tuple[Rollout, Rows]:
+    def rewarded(self) -> bool:
+        """True if `join` waits for no reward of this replica, whose share is written."""
+        return self._pending is None or self._pending.ready()
+
+    def join(self, share: Share | None) -> WrittenSamples:
         """The samples of all replicas with their rewards, and their rows. Collective.
 
         Args:
@@ -161,14 +167,14 @@ class SampleWriter:
         generation = self.generation
         mesh = generation.engine.mesh
         raise_everywhere(str(share) if isinstance(share, RunEndingError) else None, (), mesh)
+        run = from_first(share, mesh, "tensor")
+        logged: list[LoggedEpisode] = []
         if generation.episodes is None:
-            run = CompletionRun(from_first(share, mesh, "tensor"), self._pending, self._begin)
-        else:
-            run = run_of_replica(share if isinstance(share, EpisodeRun) else None, mesh)
-            if generation.episodes.log is not None:
-                seeded = ((n, request_seed(self._seed, n), episode) for n, episode in run.episodes)
-                generation.episodes.log.extend(LoggedEpisode(*logged) for logged in seeded)
-        return join_samples(generation, run, self._examples, self._sampling)
+            run = CompletionRun(run, self._pending, self._begin)
+        elif generation.episodes.log is not None:
+            seeds = [seed for group in self._groups for seed in group.seeds]
+            logged = [LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes]
+        return WrittenSamples(*join_samples(generation, run, self._examples, self._sampling), logged)
 
 
 async def complete_group(
@@ -217,28 +223,12 @@ async def write_group(
       seeds: of each sample.
 
     Raises:
-      RewardError, RunEndingError: the run ends.
+      RewardError: as of `SampleWriter.join`.
     """
     if sampling.greedy:  # a baseline
         generation = generation.untrained
-    group = EpisodeGroup(example, 0, seeds)
-    logged: list[LoggedEpisode] = []
-    setup = generation.episodes
-    if setup is not None:
-        run = await _runner(setup, sampling).run_alone(resident, group)
-        if setup.log is not None:
-            logged = [LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes]
-    else:
-        pending = pending_rewards(generation.engine, [example], len(seeds))
-        ended = None if pending is None else pending.add
-        begin = time.perf_counter()
-        completions = await complete_group(resident, group, sampling, ended)
-        while pending is not None and not pending.ready():
-            await asyncio.sleep(REWARDS_S)
-        run = CompletionRun(completions, pending, begin)
-    done, rows = join_samples(generation, run, [example], sampling)
-    return WrittenSamples(done, rows, logged)
-
-
-def _runner(setup: EpisodeSetup, sampling: Sampling) -> EpisodeRunner:
-    return EpisodeRunner(setup.environment, policy_setup(setup, sampling), setup.limits)
+    writer = SampleWriter(generation, [EpisodeGroup(example, 0, seeds)], sampling)
+    share = await writer.write(resident)
+    while not writer.rewarded():
+        await asyncio.sleep(REWARDS_S)
+    return writer.join(share)

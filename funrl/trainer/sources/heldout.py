@@ -24,7 +24,7 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     """Complete the held-out prompts, show some completions, and return their metrics. Collective."""
     if generation.remote is not None:
         with clock.phase("eval"):
-            return generation.remote.evaluate(step)
+            return generation.remote.begin_evaluation(step)()
     heldout, sampling, _, seed, _ = generation.evaluation
     generation = for_heldout(generation)
     done, rows = rewarded_rows(generation, clock, heldout, sampling, seed, phase="eval")

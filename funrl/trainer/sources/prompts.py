@@ -121,15 +121,15 @@ def sampling_rounds(
         if remote is None:
             examples = [prompts[place] for place in places.tolist()]
             done, rows = rewarded_rows(generation, clock, examples, sampling=sampling, seed=noise)
+            sampled = SampledPrompts(examples, places, done, rows)
         else:
             with clock.phase("generate"):
-                examples, places, done, rows = remote.write(places, sampling, noise)
-            rows = rescored(generation, rows, examples)
+                sampled = remote.write(places, sampling, noise)
+            sampled = sampled._replace(rows=rescored(generation, sampled.rows, sampled.examples))
         if first and generation.shows(step):
+            examples, _, done, rows, _ = sampled
             show.samples(step, first_samples(generation, examples, done, rows=rows, samples=sampling.samples))
-        replaced = () if remote is None else remote.dropped()
-        sampled = SampledPrompts(examples, places, done, rows)
-        part = filtered_round(generation, sampled, taken.end + len(replaced), replaced)
+        part = filtered_round(generation, sampled, taken.end + len(sampled.replaced))
         if remote is not None:
             remote.keep(part.kept)
         yield sampled, part

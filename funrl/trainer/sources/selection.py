@@ -15,7 +15,7 @@ from funrl.rewards.call import RewardError
 from funrl.trainer.sources.episode_rows import kept_samples, rows_of_samples
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.source import EMPTY, SKIPPED, DroppedPrompt, Generation, SampledPrompts
+from funrl.trainer.sources.source import EMPTY, SKIPPED, Generation, SampledPrompts
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
 
 MOST_EMPTY = 5  # steps in a row
@@ -75,18 +75,15 @@ class StepChoice(NamedTuple):
     skipped: bool
 
 
-def filtered_round(
-    generation: Generation, prompts: SampledPrompts, end: int, replaced: Sequence[DroppedPrompt] = ()
-) -> SamplingRound:
+def filtered_round(generation: Generation, prompts: SampledPrompts, end: int) -> SamplingRound:
     """Filter the rows of sampled prompts.
 
     Args:
       generation: as of the source.
       prompts: the prompts.
       end: next position in the order of the prompts.
-      replaced: prompts that `remote` ranks have replaced.
     """
-    _, _, done, rows = prompts
+    _, _, done, rows, replaced = prompts
     count = len(prompts.examples)
     kept_PS = filter_samples(generation, rows, count)
     kept = np.flatnonzero(kept_PS.any(1))
@@ -110,7 +107,7 @@ def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarr
 
 def chosen_rows(prompts: SampledPrompts, kept_PS: np.ndarray) -> Chosen:
     """The kept rows of the prompts that have some."""
-    examples, places, _, rows = prompts
+    examples, places, _, rows, _ = prompts
     samples = kept_PS.shape[1]
     useful = np.flatnonzero(kept_PS.any(1))
     numbers = np.flatnonzero(kept_PS)

@@ -121,12 +121,14 @@ class SampledPrompts(NamedTuple):
       examples: [P] the prompts.
       places: [P] their indices among all, or their positions in the order of the prompts.
       done, rows: their completions or episodes, and the rows.
+      replaced: prompts whose places these took where they were written.
     """
 
     examples: list[Example]
     places: np.ndarray
     done: Rollout
     rows: Rows
+    replaced: Sequence[DroppedPrompt] = ()
 
 
 class RemoteGenerators(Protocol):
@@ -140,10 +142,6 @@ class RemoteGenerators(Protocol):
 
     def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> SampledPrompts:
         """As many prompts as these: others may have overtaken some. Completions have no tokens, and rows may not."""
-        ...
-
-    def dropped(self) -> Sequence[DroppedPrompt]:
-        """Prompts that were replaced for the newest rows."""
         ...
 
     def keep(self, prompts: np.ndarray) -> None:
@@ -163,9 +161,9 @@ class RemoteGenerators(Protocol):
         """The first sample of some of the first prompts of the newest rows, by the prompt's number among these."""
         return {}
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics on the held-out prompts, of which the client shows some completions."""
-        return {}
+    def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
+        """Begin an evaluation; returns a function that waits for its metrics and shows some completions."""
+        return dict
 
 
 class RowSelection(NamedTuple):
