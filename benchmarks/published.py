@@ -137,8 +137,8 @@ class Program(NamedTuple):
 LOGIT_TRAFFIC = 80
 ADAPTER_TRAFFIC = 16
 ADAPTERS = 4  # of its benchmark's runs
-# Of supervised runs it holds float32 logits (its `out` lives on), log-probabilities and two gradients, 16 bytes a logit.
-# The 16-bit logits, freed before, leave 2 bytes of reserved memory that none of these fits into.
+# In supervised runs it holds float32 logits (its `out` lives on), log-probabilities and two gradients, 16 bytes a
+# logit. The 16-bit logits, freed before, leave 2 bytes of reserved memory that none of these fits into.
 # Its layers of experts (moe.py of January 2026) weight each routed row in float32 by operators one by one. In the
 # backward pass the row, its gradient and two products of these are held, 16 bytes a number with the row's gradient of
 # 16 bits where funrl holds 4. Passes over them move 20 bytes in each of two forward passes and 38 backward, where funrl

@@ -123,6 +123,7 @@ class TrainKeywords(SharedKeywords, total=False):
     top_p: NumberValue
     min_p: NumberValue
     mask_replay: TruthValue
+    raw_logp: TruthValue
     repetition_penalty: NumberValue
     max_refills: WholeValue
     empty_filter: TextValue
@@ -142,6 +143,7 @@ class TrainKeywords(SharedKeywords, total=False):
     lora_alpha: NumberValue | None
     lora_targets: TextValue
     adapter: TextValue | None
+    base_format: TextValue
     router_aux_coef: NumberValue
     router_z_coef: NumberValue
     router_bias_rate: NumberValue
@@ -166,6 +168,7 @@ class TrainKeywords(SharedKeywords, total=False):
     report_to: TextValue | None
     metrics_port: TextValue | None
     sample_every: WholeValue
+    explain_every: WholeValue | None
     alpha: NumberValue
     baseline: NumberValue
     best_of: WholeValue
@@ -187,6 +190,7 @@ class TrainKeywords(SharedKeywords, total=False):
     easiest: NumberValue
     entropy_coef: NumberValue
     eta: NumberValue
+    flow_beta: NumberValue
     future_high: NumberValue
     future_low: NumberValue
     gae_lambda: NumberValue
@@ -234,6 +238,8 @@ class TrainKeywords(SharedKeywords, total=False):
     smoothing: NumberValue | None
     std_eps: NumberValue
     step_coef: NumberValue
+    subtree_sizes: TruthValue
+    summaries: TruthValue
     tau: NumberValue
     threshold: NumberValue
     to_reference: TruthValue
