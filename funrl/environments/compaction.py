@@ -63,7 +63,7 @@ class _Compacting:
         self.tool = tool
 
     def __getattr__(self, name: str) -> Any:
-        """What else the environment has, such as `agents`, `prompts` and `score`."""
+        """Whatever else the environment has, such as `agents`, `prompts` and `score`."""
         if name == "environment":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.environment, name)
