@@ -777,8 +777,8 @@ class OptimizerSettings:
     )
     follow: str | None = flag(
         None,
-        "frozen models that move to the policy, all the way or a share of it, every so many steps",
-        Bound("ROLE:STEPS or ROLE:STEPS:SHARE, as reference:100 or teacher:1:0.05", are_follow_rules),
+        "frozen models that move to the policy or nearer, every so many steps",
+        Bound("ROLE:STEPS or ROLE:STEPS:SHARE, as teacher:1:0.1", are_follow_rules),
         chosen="none",
         unless={"lora_rank": "a reference of adapters is the base that they share"},
     )
@@ -864,8 +864,7 @@ class UpdateSettings:
     )
     foreign_rows: str = flag(
         "stop",
-        "what to do with a row that other weights sampled than those that the run has published: stop; drop it, with "
-        "the samples that it is compared with",
+        "where other weights sampled a row than the run has published: stop, or drop it and its siblings",
         one_of("stop", "drop"),
         kinds=RL,
     )
@@ -958,8 +957,7 @@ class OutputSettings:
     sample_every: int = flag(10, "steps between samples", at_least(1), needs=("policy",))
     explain_every: int | None = flag(
         None,
-        "steps between exact gradients of each reward function and group; one takes that of about 3 updates, and one "
-        "more a reward function",
+        "steps between exact gradients of each reward function and group, which take several updates' time",
         at_least(1),
         kinds=RL,
         needs=("advantage",),
