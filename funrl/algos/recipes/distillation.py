@@ -2,8 +2,10 @@
 
 References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; as a reward, Lu and Thinking Machines, 2025,
   https://thinkingmachines.ai/blog/on-policy-distillation
-verl: both forms, the policy gradient only with the clipped loss. TRL: GKD and DistillationTrainer, over the whole
-  vocabulary; its MiniLLM was removed by 1.16.
+verl: both forms, the policy gradient only with the clipped loss. In 0.9.1 its advantage is that of the policy of now;
+  here it is that of the policy that sampled, so the two agree at the first update on a batch.
+TRL: GKD and DistillationTrainer, over the whole vocabulary; its MiniLLM was removed by 1.16. SDFT on sampled tokens is
+  this with a mean by sequence; over top tokens it chooses the policy's, and without the rest it renormalises both.
 """
 
 from funrl.algos.advantages.shaping import to_tokens

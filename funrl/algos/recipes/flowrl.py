@@ -4,8 +4,9 @@ References: Zhu et al., 2025, https://arxiv.org/abs/2509.15207. Read: the paper'
   loss and head in verl's recipe. With r the group's standardised reward, the loss is
   w (log Z(x) + mean_t log(pi / pi_ref) - beta r)^2.
 verl: in a recipe, with log Z as a head on the policy that learns with it. The head is a perceptron of three layers on
-  the mean hidden state of the prompt; w is the product of the ratios, at most 10, or their geometric mean, clipped,
-  which is taken here.
+  the mean hidden state of the prompt; w is the product of the ratios, at most 10, or in a variant their geometric mean,
+  clipped, which is taken here. In the authors' repository it is the product without a bound: their clip has no effect.
+  At the first update on a batch w is 1, and all agree.
 TRL: none.
 
 Here log Z is the critic, a model of its own: its value before the first sampled token. Each of the two learns with the

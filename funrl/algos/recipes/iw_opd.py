@@ -1,7 +1,8 @@
 """IW-OPD: on-policy distillation in which early tokens count more, before the policy has drifted from the teacher.
 
-References: Xie et al., 2026, https://arxiv.org/abs/2606.22600. Its abstract and the page of TRL's trainer were read.
-verl: none found in 0.9. TRL: an experimental trainer, with gamma 0.5.
+References: Xie et al., 2026, https://arxiv.org/abs/2606.22600. Its abstract and TRL's trainer were read.
+verl: none found in 0.9. TRL 1.16: an experimental trainer with the same weights, and gamma 0.5; its loss is -w A log pi
+  without a ratio or a clip, so gradients agree at the first update on a batch.
 """
 
 from funrl.algos.advantages.teacher_rewards import teacher_advantage, weigh_early_tokens

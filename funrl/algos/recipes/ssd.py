@@ -2,7 +2,8 @@
 
 References: Zhang et al., 2026, https://arxiv.org/abs/2604.01193. Its abstract, the cards of its models and the page of
   TRL's trainer were read.
-verl: none found in 0.9. TRL: an experimental trainer, which leaves out empty completions and those of a single line.
+verl: none found in 0.9. TRL: an experimental trainer by its documentation, which leaves out empty completions and those
+  of a single line; 1.16.0 has none.
 
 Run it with --temperature, --top_k, --top_p and --raw_logp. Each step samples from the policy of now; --steps=1 with
 --minibatches samples from the first alone, as published.

@@ -2,8 +2,9 @@
 
 References: Li et al., 2025, https://arxiv.org/abs/2508.17445. Read: the paper's abstract, and the authors'
 advantage and training script, https://github.com/multimodal-art-projection/TreePO.
-verl: its authors' fork multiplies a shared token's gradient by the number of its paths; here it counts once. There the
-advantage is tree_reinforce_plus_plus_baseline, weighted by size or, in their script, not.
+verl: its authors' fork multiplies a shared token's gradient by the number of its paths; here it counts once, in the
+whitening too. There the advantage is tree_reinforce_plus_plus_baseline, weighted by size or, in their script, not; the
+numbers of leaves agree before the whitening.
 TRL: none. ms-swift samples trees in a plug-in and leaves advantages to GRPO.
 
 Trees are episodes whose trajectories share nodes; each leaf is an agent with a reward of its own. Their sampler, which
