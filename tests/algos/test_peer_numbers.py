@@ -18,11 +18,14 @@ verl 0.9.1:
   verl: core_algos.kl_penalty, compute_policy_loss_vanilla and agg_loss (token-mean, clip ratio 0.2) with the advantage
     -kl_penalty, as distillation.losses.distillation_loss has it; distillation.fsdp.losses.compute_forward_kl_topk.
   Masked means, and the advantages of flowrl: torch_functional and core_algos.compute_grpo_outcome_advantage.
+NeMo-RL at 7ea279ab:
+  nemo.mopd: OPDAdvantageEstimator.compute_advantage and ClippedPGLossFn.__call__, disable_ppo_ratio, icepop from 0.8 to
+    1.3, means by sequence; the old logits are those of the engine.
 Authors:
   flowrl.verl: FlowRLActor.compute_flowrl of verl-recipe at 48ea0a79.
   flowrl.authors: compute_flowrl_objective of Xuekai-Zhu/FlowRL at decbc57b, dp_actor.py, clip ratio 0.2.
   flowrl.geometric: compute_flowrl_objective_tis_clip of volcengine/verl at 11fba5b5, recipe/flowrl/functions.py, where
-    it is commented out; clip ratios 0.2 and 0.28, no rollout weights.
+    it is commented out; clip ratios 0.1 and 0.04, no rollout weights.
   treepo: compute_tree_reinforce_plus_plus_baseline_outcome_advantage of multimodal-art-projection/TreePO at f0555239,
     one token a row.
 """
@@ -47,6 +50,7 @@ from funrl.algos.recipes.distillation import distillation
 from funrl.algos.recipes.flowrl import flowrl
 from funrl.algos.recipes.gkd import gkd
 from funrl.algos.recipes.iw_opd import iw_opd
+from funrl.algos.recipes.mopd import mopd
 from funrl.algos.recipes.sdpo import sdpo
 from funrl.batch import Batch
 from funrl.compiled_kernels.linear_divergence import linear_divergence_reference
@@ -246,6 +250,16 @@ def test_sdft_is_distillation_by_sequence():
     trained(by_sequence(distillation()), batch_of(), PEERS["sdft"]["sampled_token"])
 
 
+def test_mopd_without_rewards_has_nemos_gradient_before_a_move():
+    """To 1e-7: NeMo-RL's masked mean adds 1e-8 to the number of tokens."""
+    algorithm = mopd(alpha=0.0, clip_low=0.2, clip_high=0.3)
+    batch = with_advantage(algorithm.advantage, batch_of(rollout_logp=log_probabilities(OLD)))
+    ratios = (batch.old_logp - batch.rollout_logp).exp()[MASK]
+    assert (ratios < 0.8).any() and (ratios > 0.8).any()
+    loss, peer = algorithm.losses["policy"], PEERS["nemo"]["mopd"]
+    assert assert_gradient(loss, batch, peer, rtol=1e-7) == pytest.approx(peer["loss"], rel=1e-7)
+
+
 # ---- a teacher with another tokenizer
 
 
@@ -312,7 +326,7 @@ def test_the_advantage_of_a_span_is_the_log_ratio_of_trls_merged_probabilities()
 
 def flow_gradients(logits):
     """Loss of the policy, and gradients of log-probabilities and of log Z, after a batch of the old policy."""
-    algorithm = flowrl(clip_low=0.2, clip_high=0.28)
+    algorithm = flowrl(clip_low=0.1, clip_high=0.04)
     log_z = numbers(PEERS["flowrl"]["log_z"])
     values = torch.zeros_like(log_probabilities(OLD))
     values[:, 0] = log_z
@@ -350,7 +364,7 @@ def test_flowrl_after_a_move_differs_from_verls_recipe_by_the_weight():
     _, of_policy, _ = flow_gradients(STUDENT)
     moved = (log_probabilities(STUDENT) - log_probabilities(OLD)) * MASK
     product = moved.sum(1).exp().clamp(max=10)
-    geometric = (moved.sum(1) / MASK.sum(1)).exp().clamp(0.8, 1.28)
+    geometric = (moved.sum(1) / MASK.sum(1)).exp().clamp(0.9, 1.04)
     wanted = numbers(PEERS["flowrl"]["verl_after_a_move"]["gradient"])
     torch.testing.assert_close(of_policy * (product / geometric)[:, None], wanted, rtol=1e-7, atol=1e-8)
 

@@ -3,7 +3,8 @@
 References: Xiao et al., 2026, https://arxiv.org/abs/2601.02780 (MiMo-V2-Flash), and Ma et al., 2026,
   https://arxiv.org/abs/2606.30406. Their abstracts were read, and what readers of the first say of its loss: the mean
   over a completion's tokens of -w A log pi with w = pi / pi_engine, 0 outside of a range.
-verl: one teacher. TRL: none found in 1.16. NeMo-RL, slime: teachers by domain.
+verl: one teacher. TRL: none found in 1.16. NeMo-RL, slime: teachers by domain. NeMo-RL has no rewards beside the
+  teacher's, alpha=0 here; its w is that of the policy before the updates on a batch, here of the policy of now.
 
 Run it with --teacher=DIR@math,DIR@chat; with one --teacher it is on-policy distillation with rewards.
 """

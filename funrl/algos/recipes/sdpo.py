@@ -6,13 +6,14 @@ References: Huebotter et al., 2026, https://arxiv.org/abs/2601.20802. Its abstra
 verl: in the authors' fork, with the KL over the teacher's top tokens.
 TRL 1.16: an experimental trainer, by default of the teacher alone (distillation_weight=1). At the first update on a
   batch its gradient is this one with std_eps=1e-4, but its teacher's part is a mean by sequence. Later that part has
-  the advantage of the policy of now, times the ratio, at most 2. Completions without a solved other attempt or feedback
-  have no teacher's part; here the teacher reads the policy's prompt, so theirs is 0 with --follow=teacher:1 only.
+  the advantage of the policy of now, times the ratio, at most 2. Its teacher reads the first solved other attempt, also
+  for solved ones; completions without it and without feedback have no teacher's part. Here the teacher reads the best
+  attempt that scores more, else the policy's prompt, after which its part is 0 with --follow=teacher:1 only.
 
 Run it with --teacher_context=sibling, or with a field of feedback or a demonstration, and --follow=teacher:1:0.05;
 without --follow the teacher is the first policy, with --follow=teacher:1 the policy of now. With reward_share=0 it is
-SDFT (https://arxiv.org/abs/2601.19897) after a demonstration, and OPSD after the answer, both as policy gradients; TRL's SDFT compares the policy's top tokens by default, or sampled
-ones as here.
+SDFT (https://arxiv.org/abs/2601.19897) after a demonstration, and OPSD after the answer, both as policy gradients.
+TRL's SDFT compares the policy's top tokens by default, or, as here, sampled ones.
 """
 
 from funrl.algos.advantages.baselines import group_center, group_scale
