@@ -9,8 +9,8 @@ policy ended what ends a turn in its template, or the end-of-text token. A speci
 completion is a span, see `encode_special`; a last character that the limit of tokens cut is in none. Words of the text
 that are special tokens of the teacher are text to it too.
 
-Between special tokens, spans are those of GOLD in TRL 1.16, whose numbers are in the tests, except that none ends within
-a character. GOLD's loss compares whole distributions, see docs/algorithms.md.
+Between special tokens, spans are those of GOLD in TRL 1.16, whose numbers are in the tests, but none ends within a
+character. GOLD's loss compares whole distributions, see docs/algorithms.md.
 """
 
 from __future__ import annotations
