@@ -166,9 +166,12 @@ def _exchange(mesh: Mesh, messages: Sequence[RowMessage], contents: Sequence[Ten
     """Send or receive the content of each message."""
     start = dist.irecv if receives else dist.isend
     peers = [message.peer for message in messages]
-    operations = [dist.P2POp(start, x, peer, tag=TAG) for peer, x in zip(peers, contents, strict=True)]
-    handles: list[Any] = dist.batch_isend_irecv(operations) if operations else []
-    peers = peers if len(handles) == len(peers) else peers[:1] * len(handles)  # a GPU has one for all messages
+    if mesh.device.type == "cpu":
+        handles: list[Any] = [start(x, peer, tag=TAG) for peer, x in zip(peers, contents, strict=True)]
+    else:
+        operations = [dist.P2POp(start, x, peer) for peer, x in zip(peers, contents, strict=True)]
+        handles = dist.batch_isend_irecv(operations) if operations else []
+        peers = peers[:1] * len(handles)
     for peer, handle in zip(peers, handles, strict=True):
         entered(f"rows of rank {peer}" if receives else f"rows for rank {peer}")
         try:
