@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from funrl import trees
+from funrl.algos.advantages.teacher_rewards import sum_of_earlier_rows
 from funrl.algos.core import Advantage, Signal, check_rank
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 from funrl.fields import Field, Schema
 
 OPENING_FIELDS = Schema(
-    opening=Field("token", "advantage", "first sampled token of a row, made by flow_targets()", dtype="bool")
+    opening=Field("token", "advantage", "first sampled token of a sequence, made by flow_targets()", dtype="bool")
 )
 
 
@@ -20,7 +21,7 @@ def flow_targets(beta: float = 15.0) -> Advantage:
 
     The advantage of all tokens is beta x - log Z, to which `flow_balance` brings the policy; the critic's target is
     beta x - mean_t log(pi_old / pi_ref), for the value before the first sampled token. That value is log Z: it has seen
-    the prompt alone. An agent's episode of several rows has the mean of their values.
+    the prompt alone. Of an agent's episode of several rows it is that of the first one.
 
     Args:
       beta: nats per token for one unit of x.
@@ -32,7 +33,8 @@ def flow_targets(beta: float = 15.0) -> Advantage:
         check_rank(signal, "row")
         mask_BT = signal.mask
         across = batch.across
-        opening_BT = mask_BT & (mask_BT.cumsum(1) == 1)
+        first_B1 = sum_of_earlier_rows(batch.mask.double(), batch)[:, None] == 0
+        opening_BT = first_B1 & batch.mask & (batch.mask.cumsum(1) == 1)  # though a correction has masked it
 
         def mean(x_BT: Tensor, over_BT: Tensor) -> Tensor:
             count_B = across.sums(over_BT).clamp_min(1)
