@@ -272,3 +272,17 @@ def test_a_summary_that_its_limit_cut_does_not_end_the_episode():
 def test_a_limit_that_no_history_reaches_ends_the_run():
     with pytest.raises(RunEndingError, match=r"compacting\(at=64\): a history has at most 64 tokens in this run"):
         run(compacting(COUNTING, at=64), ScriptedEngine(counter), *examples_of("go"), limits=LIMITS._replace(length=64))
+
+
+def test_an_allowance_bounds_what_all_rows_of_an_episode_grow_by():
+    environment = compacting(COUNTING, at=24, request="sum?", framing="#")
+    (group,) = episode_groups(examples_of("go"), 1, 0)
+    episodes = ResumableEpisodes(environment, LONG, LIMITS)
+    engine = ScriptedEngine(counter)
+    (record,) = episodes.continue_groups(engine, SINGLE, Round([group], allowance=4)).records
+    rounds = 1
+    while record.waiting:
+        rounds += 1
+        (record,) = episodes.continue_groups(engine, SINGLE, Round([], [(group, record, 4)])).records
+    sampled = sum(len(node.tokens) for path in paths_of(record.ended[0]) for node in path.trained)
+    assert sampled == 14 and rounds >= sampled / 4
