@@ -103,6 +103,8 @@ class Explainer(NamedTuple):
         """
         start_s = time.perf_counter()
         rows = rows_of_agents(rows, self.agents)
+        if not len(rows.owner):  # no update follows
+            return {}
         numbers = np.arange(len(rows.owner))
         total = denominators({self.name: self.role}, rows, [numbers])[0][self.name]
         pass_ = _Pass(self.name, params, total, plan._replace(epochs=1, minibatches=1), frozen)

@@ -122,6 +122,13 @@ def test_the_reward_of_an_environment_is_explained(name):
     assert (metrics["reward_gradient/rest/norm"] < 1e-9) == (name == "grpo")
 
 
+def test_a_step_without_rows_of_the_policy_is_not_explained():
+    run, state = begin(episode_job(RECIPES["grpo"], Branching(), explain_every=1), single(), Quiet())
+    rows, state, _ = scored_batch(run, state)
+    absent = run._replace(explainer=run.explainer._replace(agents=[7]))
+    assert phases.explain_batch(absent, state, rows)[1] == {}
+
+
 def test_without_rewards_groups_are_explained():
     job = small_job(functools.partial(GRPO, entropy_coef=0.1), explain_every=1)
     job = dataclasses.replace(job, task=job.task._replace(rewards=(), weights=()))
