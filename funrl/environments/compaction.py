@@ -132,8 +132,7 @@ class _CompactingPolicy:
     async def sample(self, trajectory: Trajectory, *args: Any, **how: Any) -> tuple[Reply, Trajectory]:
         """Sample the next turn that is not a summary."""
         if self._is_long(trajectory):
-            asked = self._policy.extend(trajectory, [{"role": "user", "content": self._compaction.request}])
-            reply, ended = await self._policy.sample(asked)
+            reply, ended = await self._policy.sample(self._with_request(trajectory))
             summaries = _called_summaries(reply)  # it may use the tool instead
             trajectory = self._compacted(ended, (summaries or [str(reply.message.get("content") or "")])[0])
         while True:
@@ -148,6 +147,18 @@ class _CompactingPolicy:
         before = self._policy.before_forks([trajectory])  # where the template forks, turns are on those
         has_turn = any(node.sampled for node in nodes) or (before and not before[-1].leaf.summary)
         return 0 < self._compaction.at <= sum(len(node.tokens) for node in nodes) and bool(has_turn)
+
+    def _with_request(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the request, in the user's last message where roles must alternate."""
+        leaf = trajectory.leaf
+        request = self._compaction.request
+        try:
+            return self._policy.extend(trajectory, [{"role": "user", "content": request}])
+        except ValueError:
+            if leaf.parent is None or not leaf.messages or leaf.messages[-1]["role"] != "user":
+                raise
+        longer = [*leaf.messages[:-1], with_text(leaf.messages[-1], f"\n\n{request}")]
+        return self._policy.extend(dataclasses.replace(trajectory, leaf=leaf.parent), longer)
 
     def _compacted(self, ended: Trajectory, summary: str) -> Trajectory:
         """The trajectory of what follows a summary, with which another one has ended."""

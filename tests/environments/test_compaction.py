@@ -212,6 +212,18 @@ def test_histories_that_a_template_renders_anew_are_compacted_too(at, turns):
         assert all(line.startswith("s>s</s>\nu>go#a</s>") for line in texts[2:])
 
 
+def test_where_roles_must_alternate_the_request_is_in_the_last_message():
+    refusal = (
+        "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('twice') }}{% endif %}"
+    )
+    chat = chat_of(TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}" + refusal))
+    environment = compacting(COUNTING, at=24, request="sum?", framing="#")
+    (episode,) = run(environment, ScriptedEngine(counter), *examples_of("go"), setup=LONG._replace(chat=chat))
+    assert episode.status == "done", episode.problem
+    first, *_ = [text(path.trajectory.token_ids()) for path in paths_of(episode)]
+    assert first == "s>s</s>\nu>go</s>\na>1</s>\nu>and\n\nsum?</s>\na>1</s>" and episode.counts["compactions"] == 3
+
+
 def test_a_summary_by_the_tool_answers_the_request():
     summary = compact_call("it: itit")
     environment = compacting(COUNTING, at=24, request="sum?", framing="#", tool=True)
