@@ -134,11 +134,13 @@ class Explainer(NamedTuple):
         """Yield each group with its gradient and the text of its first row."""
         group_B = rows.batch.group.cpu().numpy()
         score_B = rows.batch.get("score")
+        first_B = rows.batch.get("episode_first")  # its rows share a reward
+        counted = np.ones(len(group_B), dtype=bool) if first_B is None else first_B.cpu().numpy()
         members = [np.flatnonzero(group_B == number) for number in np.unique(group_B)]
         texts = self._texts(rows, [own[0] for own in members])
         for own in members:
             comparison = self._compare(pass_.gradient(self.role, take(rows, own)), whole)
-            rewards = [] if score_B is None else score_B.cpu().double().numpy()[own].tolist()
+            rewards = [] if score_B is None else score_B.cpu().double().numpy()[own[counted[own]]].tolist()
             yield GroupGradient(*texts[int(own[0])], rewards, *comparison)
 
     def _texts(self, rows: Rows, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:

@@ -114,9 +114,12 @@ def test_the_same_numbers_on_every_mesh(mesh):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_the_reward_of_an_environment_is_explained(name):
     """Episodes have several rows and agents, of which the role learns from all."""
-    run, state = begin(episode_job(RECIPES[name], Branching(), explain_every=1), single(), Quiet())
+    run, state = begin(episode_job(RECIPES[name], Branching(), explain_every=1), single(), show := Quiet())
     rows, state, _ = scored_batch(run, state)
     rows, metrics = phases.explain_batch(run, state, rows)
+    units = rows.batch.group.unique_consecutive().tolist(), rows.batch.episode_first
+    sizes = sorted(int((units[1] & (rows.batch.group == number)).sum()) for number in units[0])
+    assert sorted(len(group.rewards) for group in show.explained[0][1]) == sizes and sum(sizes) < len(rows.owner)
     assert metrics["reward_gradient/1/norm"] > 0.01 and "reward_parts" not in rows.batch.names()
     assert metrics["reward_gradient/1/share"] + metrics["reward_gradient/rest/share"] == pytest.approx(1)
     assert (metrics["reward_gradient/rest/norm"] < 1e-9) == (name == "grpo")

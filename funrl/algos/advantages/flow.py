@@ -7,6 +7,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.advantages.teacher_rewards import sum_of_earlier_rows
 from funrl.algos.core import Advantage, Signal, check_rank
+from funrl.algos.losses.pair_losses import check_beta
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 from funrl.fields import Field, Schema
@@ -24,10 +25,14 @@ def flow_targets(beta: float = 15.0) -> Advantage:
     the prompt alone. Of an agent's episode of several rows it is that of the first one.
 
     Args:
-      beta: nats per token for one unit of x.
+      beta: nats per token for one unit of x, above 0.
     Needs: value, old_logp, ref_logp [B, T]. Makes: returns, opening.
+
+    Raises:
+      ValueError: beta is not above 0.
     References: FlowRL, Zhu et al., 2025, https://arxiv.org/abs/2509.15207
     """
+    check_beta(beta)
 
     def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "row")
