@@ -32,7 +32,7 @@ PART_FIELDS = Schema({REWARD_PARTS: Field("token_k", "advantage", "part of each 
 
 
 @torch.no_grad()
-def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: Sequence[float]) -> Tensor:
+def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: Sequence[float | None]) -> Tensor:
     """Derivative of a chain's advantages along the weighted scores of each reward function.
 
     Sums of tokens over all rows, such as the mean of `whiten`, count as constants too.
@@ -40,8 +40,8 @@ def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: 
     Args:
       state: of the chain, before its run.
       batch: scored rows, before the chain, on the CPU.
-      weights: K, of the reward functions in the score.
-    Needs: score [B], scores [B, K].
+      weights: K, of the reward functions in the score; None: `token_reward` has the function's rewards instead.
+    Needs: score [B]. Uses scores [B, K], without which the only reward is the score; token_reward [B, T].
 
     Returns: [b, T, K], before rows are resampled.
     """
@@ -52,19 +52,31 @@ def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: 
     )
     batch = with_across(batch, constant)
     parts = []
-    for number, (weight, s_B) in enumerate(zip(weights, batch.scores.unbind(1), strict=True)):
-        applied_B = s_B.nan_to_num(0.0)
-        tangent_BK = torch.zeros_like(batch.scores)
-        tangent_BK[:, number] = applied_B
+    for number, weight in enumerate(weights):
+        tangents = _tangents(batch, number, weight)
         with forward_ad.dual_level():
             moved = batch._replace(
-                score=forward_ad.make_dual(batch.score, (weight * applied_B).to(batch.score.dtype)),
-                scores=forward_ad.make_dual(batch.scores, tangent_BK),
+                **{name: forward_ad.make_dual(getattr(batch, name), x) for name, x in tangents.items()}
             )
             applied, _, _ = apply_advantage(advantage, state, moved, choose=lambda rows, _: rows)
             x_bT, part_bT = forward_ad.unpack_dual(applied.advantage)
             parts.append(torch.zeros_like(x_bT) if part_bT is None else part_bT.clone())
     return torch.stack(parts, dim=2)
+
+
+def _tangents(batch: Batch, number: int, weight: float | None) -> dict[str, Tensor]:
+    """The part of a reward function in each field of rewards, by name."""
+    scores_BK = batch.get("scores")
+    token_reward_BT = batch.get("token_reward")
+    of_tokens = {} if token_reward_BT is None else {"token_reward": token_reward_BT}
+    if scores_BK is None:  # of episodes, whose only reward has what their turns earned
+        return {"score": batch.score} | of_tokens
+    applied_B = scores_BK[:, number].nan_to_num(0.0)
+    tangent_BK = torch.zeros_like(scores_BK)
+    tangent_BK[:, number] = applied_B
+    if weight is None:
+        return {"scores": tangent_BK} | of_tokens
+    return {"scores": tangent_BK, "score": (weight * applied_B).to(batch.score.dtype)}
 
 
 def loss_of_part(loss: Loss, number: int) -> Loss:

@@ -180,13 +180,22 @@ async def guarded_episode(run: Callable[[], Awaitable[Episode]], policy: Policy)
 def _with_forks(episode: Episode, policy: Policy) -> Episode:
     """An episode with the trajectories from which its own forked, and with what the policy has counted.
 
-    Counts that an environment gives stand: an episode of a log has those of its first run, in which it forked.
+    Where a limit came after a fork, the trajectory before it takes the place of that without a turn. Counts that an
+    environment gives stand: an episode of a log has those of its first run, in which it forked.
     """
-    leaves = {end.leaf for end in episode.ends}
-    before = [end for end in policy.before_forks(episode.ends) if end.leaf not in leaves]
+    ends = [_last_with_turn(end, policy) for end in episode.ends]
+    leaves = {end.leaf for end in ends}
+    before = [end for end in policy.before_forks(ends) if end.leaf not in leaves]
     counts = {**policy.counts(), **episode.counts}
     forked = len(before) + episode.forked
-    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=counts, forked=forked)
+    return dataclasses.replace(episode, ends=[*before, *ends], counts=counts, forked=forked)
+
+
+def _last_with_turn(end: Trajectory, policy: Policy) -> Trajectory:
+    """The trajectory, or that from which it forked if it has no turn of its own."""
+    if any(node.sampled for node in end.nodes()):
+        return end
+    return next(reversed(policy.before_forks([end])), end)
 
 
 def _finite(value: object) -> bool:

@@ -42,7 +42,7 @@ def compacting(
 
     Raises:
       ValueError: `at` is below 0, or nothing would ever be compacted.
-      RunEndingError: in a run, the conversations are token ids.
+      RunEndingError: in a run, the conversations are token ids, or no history may become as long as `at`.
 
     Example: compacting(message_environment(Pages), at=24_000)
     References: Li et al., 2026, https://arxiv.org/abs/2607.05378, which keeps the last turns beside the summary.
@@ -78,11 +78,33 @@ class _Compacting:
         """Run an episode of the environment with a policy that compacts.
 
         A summary after which a limit allowed no further turn is a row too: the environment has not seen it.
+
+        Raises:
+          RunEndingError: histories reach the limit of tokens before they are compacted.
         """
+        length = policy.limits.length
+        if 0 < length <= self.at and not self.tool:
+            raise RunEndingError(
+                f"compacting(at={self.at}): a history has at most {length} tokens in this run; give a smaller number"
+            )
         episode = await self.environment.run(cast(Policy, _CompactingPolicy(policy, self)), example, seed)
-        seen = {end.leaf for end in [*policy.before_forks(episode.ends), *episode.ends]}
-        last = [end for end in policy.ends() if end.leaf.summary and end.leaf not in seen]
+        if not isinstance(episode, Episode):
+            return episode
+        last = _last_summaries(policy, episode)
         return dataclasses.replace(episode, ends=[*episode.ends, *last]) if last else episode
+
+
+def _last_summaries(policy: Policy, episode: Episode) -> list[Trajectory]:
+    """Summaries of trajectories that the environment gives, after which the policy had no turn."""
+    ends = policy.ends()
+    continued = {end.leaf for end in policy.before_forks(ends)}
+    given = {end.leaf for end in [*policy.before_forks(episode.ends), *episode.ends]}
+
+    def is_last(end: Trajectory) -> bool:
+        history = [node for part in [*policy.before_forks([end]), end] for node in part.leaf.path()]
+        return end.leaf.summary and end.leaf not in continued | given and not given.isdisjoint(history)
+
+    return [end for end in ends if is_last(end)]
 
 
 class _CompactingPolicy:
@@ -110,29 +132,46 @@ class _CompactingPolicy:
     async def sample(self, trajectory: Trajectory, *args: Any, **how: Any) -> tuple[Reply, Trajectory]:
         """Sample the next turn that is not a summary."""
         if self._is_long(trajectory):
-            asked = self._policy.extend(trajectory, [{"role": "user", "content": self._compaction.request}])
-            reply, ended = await self._policy.sample(asked)
-            trajectory = self._compacted(ended, str(reply.message.get("content") or ""))
+            reply, ended = await self._policy.sample(self._with_request(trajectory))
+            summaries = _called_summaries(reply)  # it may use the tool instead
+            trajectory = self._compacted(ended, (summaries or [str(reply.message.get("content") or "")])[0])
         while True:
             reply, ended = await self._policy.sample(trajectory, *args, **how)
-            summaries = [
-                call["summary"] for name, call in reply.tool_calls if name == COMPACT_TOOL and "summary" in call
-            ]
+            summaries = _called_summaries(reply)
             if not (self._compaction.tool and summaries):
                 return reply, ended
-            trajectory = self._compacted(ended, str(summaries[0]))
+            trajectory = self._compacted(ended, summaries[0])
 
     def _is_long(self, trajectory: Trajectory) -> bool:
         nodes = list(trajectory.nodes())
-        tokens = sum(len(node.tokens) for node in nodes)
-        return 0 < self._compaction.at <= tokens and any(node.sampled for node in nodes)
+        before = self._policy.before_forks([trajectory])  # where the template forks, turns are on those
+        has_turn = any(node.sampled for node in nodes) or (before and not before[-1].leaf.summary)
+        return 0 < self._compaction.at <= sum(len(node.tokens) for node in nodes) and bool(has_turn)
+
+    def _with_request(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the request, in the user's last message where roles must alternate."""
+        leaf = trajectory.leaf
+        request = self._compaction.request
+        try:
+            return self._policy.extend(trajectory, [{"role": "user", "content": request}])
+        except ValueError:
+            if leaf.parent is None or not leaf.messages or leaf.messages[-1]["role"] != "user":
+                raise
+        longer = [*leaf.messages[:-1], with_text(leaf.messages[-1], f"\n\n{request}")]
+        return self._policy.extend(dataclasses.replace(trajectory, leaf=leaf.parent), longer)
 
     def _compacted(self, ended: Trajectory, summary: str) -> Trajectory:
         """The trajectory of what follows a summary, with which another one has ended."""
-        first = [*self._policy.before_forks([ended]), ended][0].leaf.path()[0].messages
-        opening = [message for message in first if message["role"] in ("system", "user")]
-        opening[-1] = with_text(opening[-1], self._compaction.framing + summary)
+        opening = list([*self._policy.before_forks([ended]), ended][0].leaf.path()[0].messages)
+        asks = [n for n, message in enumerate(opening) if message["role"] == "user"]
+        place = asks[-1] if asks else len(opening) - 1
+        opening[place] = with_text(opening[place], self._compaction.framing + summary)
         return self._policy.compact(ended, opening)
+
+
+def _called_summaries(reply: Reply) -> list[str]:
+    """Summaries in a reply's calls of the tool that compacts."""
+    return [str(call["summary"]) for name, call in reply.tool_calls if name == COMPACT_TOOL and "summary" in call]
 
 
 def with_text(message: Message, text: str) -> Message:

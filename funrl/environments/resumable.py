@@ -381,7 +381,8 @@ class _OpenCall:
 class ResumablePolicy(LoggedPolicy):
     """A policy whose trajectories grow by a bounded number of tokens between two calls of `renew`.
 
-    The bound is of each path from root to leaf, so that it depends on no order in which concurrent calls arrive.
+    The bound is of each path from root to leaf and of those that it forked from, so that it depends on no order
+    in which concurrent calls arrive.
 
     Attributes:
       number: of the episode.
@@ -480,7 +481,9 @@ class ResumablePolicy(LoggedPolicy):
         written = 0 if call.begun is None else len(call.begun.tokens)
         most = None
         if self.allowance is not None:
-            path = sum(self._fresh.get(node.seed, 0) for node in call.trajectory.nodes() if node.sampled)
+            parts = [*self.before_forks([call.trajectory]), call.trajectory]
+            seeds = {node.seed for part in parts for node in part.nodes() if node.sampled}
+            path = sum(self._fresh.get(seed, 0) for seed in seeds)
             most = self.allowance - path - call.fresh
             if most < 1:
                 return None

@@ -16,9 +16,11 @@ import torch
 
 from funrl import trees
 from funrl.algos.core import Advantage
+from funrl.algos.reading import reads
 from funrl.algos.reward_parts import PART_FIELDS, REWARD_PARTS, advantage_parts, loss_of_part
 from funrl.mesh.collectives import gather_objects
 from funrl.optim import global_dot, global_norm
+from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.sources.observing import GroupGradient, Observer
 from funrl.trainer.steps.learn import MicroBatches, RoleUpdate, denominators
@@ -55,7 +57,7 @@ class Explainer(NamedTuple):
       every: steps between two explanations.
       name, role: the policy, without losses of routers.
       parts: the same role with the loss of each reward function, by its name.
-      weights: of the reward functions in the score.
+      weights: of the reward functions in the score; None: of tokens, as in `advantage_parts`.
       agents: whose rows the policy learns from; None: all.
       decode: token ids -> text.
       show: (step, the groups of the largest gradients) -> None.
@@ -66,7 +68,7 @@ class Explainer(NamedTuple):
     name: str
     role: Role
     parts: Mapping[str, Role]
-    weights: Sequence[float]
+    weights: Sequence[float | None]
     agents: Sequence[int] | None
     decode: Callable[[list[int]], str]
     show: Callable[[int, Sequence[GroupGradient]], None]
@@ -82,8 +84,11 @@ class Explainer(NamedTuple):
         Args:
           state: of the chain, before its run.
         """
+        declared = rows.declaring(PART_FIELDS)
+        if not self.weights:  # a teacher rewards tokens
+            return declared
         parts_bTK = advantage_parts(chain, state, on_cpu(rows).batch, self.weights)
-        return rows.declaring(PART_FIELDS).with_fields(**{REWARD_PARTS: parts_bTK.to(rows.batch.tokens.device)})
+        return declared.with_fields(**{REWARD_PARTS: parts_bTK.to(rows.batch.tokens.device)})
 
     def explain(
         self, params: trees.Tree, rows: Rows, plan: UpdatePlan, frozen: Mapping[str, trees.Tree]
@@ -98,6 +103,8 @@ class Explainer(NamedTuple):
         """
         start_s = time.perf_counter()
         rows = rows_of_agents(rows, self.agents)
+        if not len(rows.owner):  # no update follows
+            return {}
         numbers = np.arange(len(rows.owner))
         total = denominators({self.name: self.role}, rows, [numbers])[0][self.name]
         pass_ = _Pass(self.name, params, total, plan._replace(epochs=1, minibatches=1), frozen)
@@ -126,12 +133,15 @@ class Explainer(NamedTuple):
     def _groups(self, pass_: _Pass, whole: trees.Tree, rows: Rows) -> Iterator[GroupGradient]:
         """Yield each group with its gradient and the text of its first row."""
         group_B = rows.batch.group.cpu().numpy()
-        rewards_B = rows.batch.score.cpu().double().numpy()
+        score_B = rows.batch.get("score")
+        first_B = rows.batch.get("episode_first")  # its rows share a reward
+        counted = np.ones(len(group_B), dtype=bool) if first_B is None else first_B.cpu().numpy()
         members = [np.flatnonzero(group_B == number) for number in np.unique(group_B)]
         texts = self._texts(rows, [own[0] for own in members])
         for own in members:
             comparison = self._compare(pass_.gradient(self.role, take(rows, own)), whole)
-            yield GroupGradient(*texts[int(own[0])], rewards_B[own].tolist(), *comparison)
+            rewards = [] if score_B is None else score_B.cpu().double().numpy()[own[counted[own]]].tolist()
+            yield GroupGradient(*texts[int(own[0])], rewards, *comparison)
 
     def _texts(self, rows: Rows, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:
         """Prompt and completion of some rows, by their numbers. Collective."""
@@ -172,8 +182,11 @@ def explainer(job: Job, parts: Parts, observer: Observer) -> Explainer | None:
     if every is None or not isinstance(job, RLJob):
         return None
     role = parts.roles[job.main_role]._replace(router=RouterLosses(), watch_entropy=False)
-    weights = list(job.task.weights)
+    weights: list[float | None] = list(job.task.weights)
     names = job.reward_names if len(job.reward_names) == len(weights) else tuple(map(str, range(1, 1 + len(weights))))
+    each = job.settings.rewards.process_reward in (None, "each") and "token_reward" in reads(job.algorithm).optional
+    of_steps = {name for name in SCORING_ROLES if ROLES[name].reads == "steps"} if each else set[str]()
+    weights = [None if name in of_steps else weight for name, weight in zip(names, weights, strict=True)]
     agents = parts.agents.get(job.main_role)
     return Explainer(
         every,

@@ -15,6 +15,8 @@ REFUSED = {
     "clip_low is -1": lambda: algos.clipped_surrogate(-1, 0.2),
     r"gae\(gamma=1.5\): it must be from 0 to 1": lambda: algos.gae(1.5),
     r"gae\(gae_lambda=-0.1\): it must be from 0 to 1": lambda: algos.gae(1.0, -0.1),
+    r"length_adaptive\(alpha=0\): it must be above 0": lambda: algos.length_adaptive(0),
+    "beta is -15: it must be above 0": lambda: algos.flowrl(flow_beta=-15),
     "the clip must be at least 0": lambda: algos.clipped_value_loss(-0.5),
     "kl_target=-3, horizon=10000": lambda: algos.adaptive_kl(0.1, -3),
     "over is 'tokens'": lambda: algos.importance_weights("tokens"),

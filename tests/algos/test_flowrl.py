@@ -4,7 +4,7 @@ import pytest
 import torch
 from pieces import example
 
-from funrl.algos import apply_advantage, flowrl, reads
+from funrl.algos import Advantage, apply_advantage, chain, flowrl, reads
 from funrl.batch import Batch, as_dict
 
 
@@ -36,6 +36,17 @@ def test_the_two_losses_have_the_gradient_of_the_joint_loss():
     joint = torch.autograd.grad(torch.stack(losses).mean(), (logp_BT, value_BT))
     for whole, part in zip(joint, separate, strict=True):
         torch.testing.assert_close(part, whole, rtol=0, atol=1e-12)
+
+
+def test_the_partition_function_sees_the_prompt_alone_though_the_first_token_is_masked():
+    algorithm = flowrl()
+    whole = prepared(algorithm)
+    first_BT = whole.mask & (whole.mask.cumsum(1) == 1)
+    mask = Advantage(lambda: (), lambda signal, state, batch: (signal._replace(mask=signal.mask & ~first_BT), state))
+    held = {name: x for name, x in as_dict(whole).items() if name in reads(algorithm).required | {"tokens", "length"}}
+    masked, _, _ = apply_advantage(chain(mask, algorithm.advantage), ((), algorithm.advantage.init()), Batch(**held))
+    assert torch.equal(masked.opening, first_BT) and not (masked.mask & first_BT).any() and masked.mask.any()
+    torch.testing.assert_close(masked.advantage[masked.mask], whole.advantage[masked.mask], rtol=0, atol=1e-12)
 
 
 def test_the_optimum_is_the_tilted_reference():

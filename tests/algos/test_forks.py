@@ -26,7 +26,6 @@ from funrl.testing.subjects import loss_parts, reduction_parts, signal_fields
 ALONG_PATHS = {
     "gae": "the next state of a reply is on its path",
     "reward_to_go": "rewards that follow on its path",
-    "flow_targets": "the first sampled token of a row",
     "to_turns": "rewards of later turns of its path",
     "turn_gae": "the next turn of its path",
     "discount_segments": "rows that follow its path",
@@ -41,7 +40,7 @@ ALONG_PATHS = {
     "weigh_early_tokens": "advantages of what was sampled before it",
 }
 # Recipes with such pieces.
-OF_PATHS = {"ppo", "prime", "vapo", "sao", "compaction", "pf_ppo", "otb", "fipo", "gigpo", "iw_opd", "treepo", "flowrl"}
+OF_PATHS = {"ppo", "prime", "vapo", "sao", "compaction", "pf_ppo", "otb", "fipo", "gigpo", "iw_opd", "treepo"}
 OF_PAIRS = {id(row) for row in rows_preference.ROWS}
 LAYOUTS = {
     "single": lambda forest: forest.single(),

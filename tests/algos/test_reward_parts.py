@@ -10,6 +10,7 @@ from funrl.algos import (
     apply_advantage,
     chain,
     clipped_surrogate,
+    gae,
     group_center,
     group_scale,
     leave_one_out,
@@ -17,6 +18,8 @@ from funrl.algos import (
     recipes,
     reduce,
     relative_to_mean,
+    subtree_baselines,
+    to_last_token,
     to_tokens,
     token_mean,
     win_rate,
@@ -61,6 +64,47 @@ def test_parts_of_an_advantage_equal_loops_and_add_up_to_it(piece, scale):
                 assert values.tolist() == pytest.approx([part] * len(values), abs=1e-12)
     whole, _, _ = apply_advantage(advantage, advantage.init(), batch)
     torch.testing.assert_close(parts_BTK.sum(2), whole.advantage, rtol=0, atol=1e-9)
+
+
+def applied_to(advantage, batch):
+    return apply_advantage(advantage, advantage.init(), batch)[0].advantage
+
+
+def rewarded_tokens():
+    """A batch with rewards of tokens and a critic's values, of which no reward has a part."""
+    batch = scored()
+    values = torch.linspace(-1, 1, batch.mask.numel(), dtype=torch.float64).reshape(batch.mask.shape)
+    return batch._replace(token_reward=values.cos(), value=values)
+
+
+def test_a_function_that_rewards_tokens_has_these_as_its_part():
+    advantage = chain(to_last_token(), gae(0.9, 0.8))
+    batch = rewarded_tokens()
+    batch = batch._replace(score=batch.scores[:, 0])
+    parts_BTK = advantage_parts(advantage, advantage.init(), batch, (1.0, None))
+    whole_BT = applied_to(advantage, batch)
+    without = {"score": torch.zeros_like(batch.score)}, {"token_reward": torch.zeros_like(batch.token_reward)}
+    for number, fields in enumerate(without):
+        part_BT = whole_BT - applied_to(advantage, batch._replace(**fields))
+        torch.testing.assert_close(parts_BTK[..., number], part_BT, rtol=0, atol=1e-12)
+
+
+def test_the_reward_of_an_episode_is_the_only_part():
+    advantage = chain(to_last_token(), gae(0.9, 0.8))
+    batch = rewarded_tokens()._replace(scores=None)
+    parts_BTK = advantage_parts(advantage, advantage.init(), batch, (1.0,))
+    nothing = batch._replace(score=0 * batch.score, token_reward=0 * batch.token_reward)
+    part_BT = applied_to(advantage, batch) - applied_to(advantage, nothing)
+    torch.testing.assert_close(parts_BTK[..., 0], part_BT, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_parts_of_paths_add_up_to_their_advantage(by_size):
+    advantage = subtree_baselines(by_size)
+    batch = scored()
+    parts_BTK = advantage_parts(advantage, advantage.init(), batch, WEIGHTS)
+    assert parts_BTK.any()
+    torch.testing.assert_close(parts_BTK.sum(2), applied_to(advantage, batch), rtol=0, atol=1e-12)
 
 
 def test_what_is_not_linear_in_the_scores_is_no_part():

@@ -6,9 +6,10 @@ import pickle
 import cloudpickle
 import pytest
 import torch
-from small_chats import SETUP, ScriptedEngine, engine_of, examples_of, text
+from small_chats import SETUP, TEMPLATE, ScriptedEngine, chat_of, engine_of, examples_of, text
 
 from funrl.environments.adapters import function_environment, message_environment, single_turn, tool_environment
+from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.compaction import compacting
 from funrl.environments.resumable import GroupRecord, ResumableEpisodes, Round
 from funrl.environments.row_paths import paths_of
@@ -41,9 +42,9 @@ class Counting:
 COUNTING = message_environment(Counting)
 
 
-def run(environment, engine, *examples, limits=LIMITS):
+def run(environment, engine, *examples, limits=LIMITS, setup=LONG):
     groups = episode_groups(examples, 1, 0)
-    return [episode for _, episode in run_episodes(engine, SINGLE, environment, groups, LONG, limits).episodes]
+    return [episode for _, episode in run_episodes(engine, SINGLE, environment, groups, setup, limits).episodes]
 
 
 def counter(prompt):
@@ -183,3 +184,117 @@ def test_a_resumed_episode_is_the_one_that_never_stopped():
         for path, other in zip(paths_of(episode), paths_of(resumed), strict=True):
             assert path.trajectory.token_ids() == other.trajectory.token_ids()
             assert [node.summary for node in path.nodes] == [node.summary for node in other.nodes]
+
+
+UPPER = "{{ m.content | upper if m.role == 'assistant' else m.content }}"
+FORKING = chat_of(TEMPLATE.replace("{{ m.content }}", UPPER))
+FORKS = LONG._replace(chat=TemplateChat(FORKING.tokenizer, options=ChatOptions(history="template")))
+
+
+@pytest.mark.parametrize("at", [1000, 24])
+@pytest.mark.parametrize("turns", [2, 3, 16])
+def test_histories_that_a_template_renders_anew_are_compacted_too(at, turns):
+    """Each turn of the policy is then on the trajectory before the fork."""
+    environment = compacting(COUNTING, at=at, request="sum?", framing="#")
+    limits = LIMITS._replace(turns=turns)
+    (episode,) = run(environment, ScriptedEngine(lambda prompt: "a"), *examples_of("go"), limits=limits, setup=FORKS)
+    paths = paths_of(episode)
+    texts = [text(path.trajectory.token_ids()) for path in paths]
+    assert episode.status == ("done" if turns == 16 else "turns"), episode.problem
+    assert sum(len(path.trained) for path in paths) == (turns if turns < 16 else 4 if at == 1000 else 7)
+    if at == 1000:
+        assert "compactions" not in episode.counts and texts[1] == "s>s</s>\nu>go</s>\na>A</s>\nu>and</s>\na>a</s>"
+    else:
+        assert texts[:2] == [
+            "s>s</s>\nu>go</s>\na>a</s>",
+            "s>s</s>\nu>go</s>\na>A</s>\nu>and</s>\nu>sum?</s>\na>a</s>",
+        ]
+        assert all(line.startswith("s>s</s>\nu>go#a</s>") for line in texts[2:])
+
+
+def test_where_roles_must_alternate_the_request_is_in_the_last_message():
+    refusal = (
+        "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('twice') }}{% endif %}"
+    )
+    chat = chat_of(TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}" + refusal))
+    environment = compacting(COUNTING, at=24, request="sum?", framing="#")
+    (episode,) = run(environment, ScriptedEngine(counter), *examples_of("go"), setup=LONG._replace(chat=chat))
+    assert episode.status == "done", episode.problem
+    first, *_ = [text(path.trajectory.token_ids()) for path in paths_of(episode)]
+    assert first == "s>s</s>\nu>go</s>\na>1</s>\nu>and\n\nsum?</s>\na>1</s>" and episode.counts["compactions"] == 3
+
+
+def test_a_summary_by_the_tool_answers_the_request():
+    summary = compact_call("it: itit")
+    environment = compacting(COUNTING, at=24, request="sum?", framing="#", tool=True)
+    engine = ScriptedEngine(lambda prompt: summary if prompt.endswith("sum?</s>\na>") else "4")
+    (episode,) = run(environment, engine, *examples_of("go"))
+    begins = [text(path.nodes[0].tokens) for path in paths_of(episode)]
+    assert begins[1:] == ["[compact]s>s</s>\nu>go#it: itit</s>\na>"] * 3
+
+
+def test_summaries_of_what_the_environment_leaves_out_are_left_out():
+    """A judge that is not trained, and replies that are thrown away; but not one after which a limit came."""
+
+    class Judged:
+        async def run(self, policy, example, seed):
+            opened = policy.start([{"role": "user", "content": "judge"}], agent="judge")
+            _, first = await policy.sample(opened)
+            asked = policy.extend(first, [{"role": "user", "content": "and this long question?"}])
+            await policy.sample(asked)
+            episode = await COUNTING.run(policy, example, seed)
+            (end,) = episode.ends
+            again = policy.extend(end, [{"role": "user", "content": "thrown away"}])
+            await policy.sample(again)
+            return episode
+
+    judged, plain = (compacting(x, at=24, request="sum?", framing="#") for x in (Judged(), COUNTING))
+    (episode,), (alone,) = (run(x, ScriptedEngine(counter), *examples_of("go")) for x in (judged, plain))
+    assert episode.status == "done", episode.problem
+    mine, other = ([path.trajectory.token_ids() for path in paths_of(x)] for x in (episode, alone))
+    assert mine == other and episode.counts["compactions"] > alone.counts["compactions"]
+
+
+def test_the_first_messages_stay_whole():
+    """Such as examples of replies, and a developer's instructions."""
+
+    class Shown(Counting):
+        async def reset(self, example, seed):
+            messages, tools = await super().reset(example, seed)
+            shown = [("developer", "d"), ("user", "one"), ("assistant", "1")]
+            return [*({"role": role, "content": content} for role, content in shown), *messages[1:]], tools
+
+    environment = compacting(message_environment(Shown), at=40, request="sum?", framing="#")
+    (episode,) = run(environment, ScriptedEngine(lambda prompt: "4"), *examples_of("go"))
+    begins = [text(path.nodes[0].tokens) for path in paths_of(episode)]
+    assert len(begins) > 1 and begins[0] == "d>d</s>\nu>one</s>\na>1</s>\nu>go</s>\na>"
+    assert set(begins[1:]) == {"d>d</s>\nu>one</s>\na>1</s>\nu>go#4</s>\na>"}
+
+
+def test_a_summary_that_its_limit_cut_does_not_end_the_episode():
+    setup = LONG._replace(sampling=Sampling(max_new_tokens=6, stop=(1,)))
+    environment = compacting(COUNTING, at=24, request="sum?", framing="#")
+    engine = ScriptedEngine(lambda prompt: "very long" if prompt.endswith("sum?</s>\na>") else "4")
+    (episode,) = run(environment, engine, *examples_of("go"), setup=setup)
+    assert [path.nodes[-1].finish for path in paths_of(episode)] == ["length"] * 3 + ["stop"]
+    rows, table = rows_of_episodes([(0, episode)], 1, 1, RowForm(dtype=torch.float64), SINGLE)
+    assert table.finished.all() and not rows.batch.truncated.any()
+
+
+def test_a_limit_that_no_history_reaches_ends_the_run():
+    with pytest.raises(RunEndingError, match=r"compacting\(at=64\): a history has at most 64 tokens in this run"):
+        run(compacting(COUNTING, at=64), ScriptedEngine(counter), *examples_of("go"), limits=LIMITS._replace(length=64))
+
+
+def test_an_allowance_bounds_what_all_rows_of_an_episode_grow_by():
+    environment = compacting(COUNTING, at=24, request="sum?", framing="#")
+    (group,) = episode_groups(examples_of("go"), 1, 0)
+    episodes = ResumableEpisodes(environment, LONG, LIMITS)
+    engine = ScriptedEngine(counter)
+    (record,) = episodes.continue_groups(engine, SINGLE, Round([group], allowance=4)).records
+    rounds = 1
+    while record.waiting:
+        rounds += 1
+        (record,) = episodes.continue_groups(engine, SINGLE, Round([], [(group, record, 4)])).records
+    sampled = sum(len(node.tokens) for path in paths_of(record.ended[0]) for node in path.trained)
+    assert sampled == 14 and rounds >= sampled / 4

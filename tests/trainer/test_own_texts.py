@@ -162,6 +162,18 @@ def test_every_step_is_a_reward_of_the_token_that_ends_it(folders):
     assert (last.scores[:, 1] >= least.scores[:, 1]).all() and (last.scores[:, 1] > least.scores[:, 1]).any()
 
 
+def test_rewards_of_steps_are_explained_as_rewards_of_tokens(folders):
+    flags = {"process_reward_model": f"{folders}/steps@0.5", "explain_every": 1}
+    for recipe, weights, given in (
+        (ppo, [1.0, None], {}),
+        (ppo, [1.0, 0.5], {"process_reward": "min"}),
+        (grpo, [1.0, 0.5], {}),
+    ):
+        run, batch, _ = scored(recipe, **flags, **given)
+        assert run.explainer.weights == weights and list(run.explainer.parts)[1] == "process_reward_model"
+        assert batch.reward_parts[..., 1].std() > 1e-3
+
+
 def test_a_separator_of_ones_own(folders):
     """The steps of a completion, with the separator behind each, are what the model reads."""
     _, batch, _ = scored(ppo, process_reward_model=f"{folders}/steps", step_separator="1", batch_prompts=8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from selection import quick
 from small_runs import GRPO, PPO, Quiet, begin, gap, gradients, scored_batch, small_job
+from test_episode_runs import RECIPES, Branching, episode_job
 
 from funrl import trees
 from funrl.algos.recipes.gdpo import gdpo
@@ -108,6 +109,36 @@ def test_the_same_numbers_on_every_mesh(mesh):
     for group, same in zip(show.explained[0][1], shown.explained[0][1], strict=True):
         assert group[:2] == same[:2] and same.rewards == pytest.approx(group.rewards)
         assert same[3:] == pytest.approx(group[3:], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_reward_of_an_environment_is_explained(name):
+    """Episodes have several rows and agents, of which the role learns from all."""
+    run, state = begin(episode_job(RECIPES[name], Branching(), explain_every=1), single(), show := Quiet())
+    rows, state, _ = scored_batch(run, state)
+    rows, metrics = phases.explain_batch(run, state, rows)
+    units = rows.batch.group.unique_consecutive().tolist(), rows.batch.episode_first
+    sizes = sorted(int((units[1] & (rows.batch.group == number)).sum()) for number in units[0])
+    assert sorted(len(group.rewards) for group in show.explained[0][1]) == sizes and sum(sizes) < len(rows.owner)
+    assert metrics["reward_gradient/1/norm"] > 0.01 and "reward_parts" not in rows.batch.names()
+    assert metrics["reward_gradient/1/share"] + metrics["reward_gradient/rest/share"] == pytest.approx(1)
+    assert (metrics["reward_gradient/rest/norm"] < 1e-9) == (name == "grpo")
+
+
+def test_a_step_without_rows_of_the_policy_is_not_explained():
+    run, state = begin(episode_job(RECIPES["grpo"], Branching(), explain_every=1), single(), Quiet())
+    rows, state, _ = scored_batch(run, state)
+    absent = run._replace(explainer=run.explainer._replace(agents=[7]))
+    assert phases.explain_batch(absent, state, rows)[1] == {}
+
+
+def test_without_rewards_groups_are_explained():
+    job = small_job(functools.partial(GRPO, entropy_coef=0.1), explain_every=1)
+    job = dataclasses.replace(job, task=job.task._replace(rewards=(), weights=()))
+    _, metrics, show = explained(job, single())
+    assert metrics["reward_gradient/rest/share"] == pytest.approx(1) and len(metrics) == 3
+    assert sum(group.share for group in show.explained[0][1]) == pytest.approx(1)
+    assert [group.rewards for group in show.explained[0][1]] == [[]] * 4
 
 
 def test_a_run_explains_every_so_many_steps_and_learns_the_same():

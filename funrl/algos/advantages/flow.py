@@ -5,13 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from funrl import trees
+from funrl.algos.advantages.teacher_rewards import sum_of_earlier_rows
 from funrl.algos.core import Advantage, Signal, check_rank
+from funrl.algos.losses.pair_losses import check_beta
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 from funrl.fields import Field, Schema
 
 OPENING_FIELDS = Schema(
-    opening=Field("token", "advantage", "first sampled token of a row, made by flow_targets()", dtype="bool")
+    opening=Field("token", "advantage", "first sampled token of a sequence, made by flow_targets()", dtype="bool")
 )
 
 
@@ -20,19 +22,24 @@ def flow_targets(beta: float = 15.0) -> Advantage:
 
     The advantage of all tokens is beta x - log Z, to which `flow_balance` brings the policy; the critic's target is
     beta x - mean_t log(pi_old / pi_ref), for the value before the first sampled token. That value is log Z: it has seen
-    the prompt alone. An agent's episode of several rows has the mean of their values.
+    the prompt alone. Of an agent's episode of several rows it is that of the first one.
 
     Args:
-      beta: nats per token for one unit of x.
+      beta: nats per token for one unit of x, above 0.
     Needs: value, old_logp, ref_logp [B, T]. Makes: returns, opening.
+
+    Raises:
+      ValueError: beta is not above 0.
     References: FlowRL, Zhu et al., 2025, https://arxiv.org/abs/2509.15207
     """
+    check_beta(beta)
 
     def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "row")
         mask_BT = signal.mask
         across = batch.across
-        opening_BT = mask_BT & (mask_BT.cumsum(1) == 1)
+        first_B1 = sum_of_earlier_rows(batch.mask.double(), batch)[:, None] == 0
+        opening_BT = first_B1 & batch.mask & (batch.mask.cumsum(1) == 1)  # though a correction has masked it
 
         def mean(x_BT: Tensor, over_BT: Tensor) -> Tensor:
             count_B = across.sums(over_BT).clamp_min(1)

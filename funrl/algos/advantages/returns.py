@@ -126,9 +126,14 @@ def length_adaptive(alpha: float = 0.05) -> Lambda:
     advantage is not dominated by the critic's bias.
 
     Args:
-      alpha: per token.
+      alpha: per token, above 0.
+
+    Raises:
+      ValueError: alpha is not above 0.
     References: VAPO, Yue et al., 2025, https://arxiv.org/abs/2504.05118
     """
+    if alpha <= 0:
+        raise ValueError(f"length_adaptive(alpha={alpha}): it must be above 0")
     return lambda lengths: (1 - 1 / (alpha * lengths.clamp_min(1))).clamp_min(0)
 
 

@@ -37,8 +37,10 @@ def subtree_baselines(by_size: bool = False) -> Advantage:
         check_rank(signal, "row")
         across = batch.across.rows
         turns = row_turns(batch, batch.mask)
-        x_R = across.sums(batch.across.own(signal.x)[:, None])
-        root_R = across.sums(batch.across.own(_prompts(batch))[:, None]).long()
+        units = torch.arange(len(signal.x), device=signal.x.device)
+        unit_R = across.sums(batch.across.own(units)[:, None]).long()
+        x_R = signal.x[unit_R].double()  # not of sums, which are constants to `advantage_parts`
+        root_R = _prompts(batch)[unit_R]
         last_R = across.sums(turns.of_token.amax(1, keepdim=True))
         depths = range(turn_count(turns, batch))
         keys = [root_R * DIGESTS + across.sums(_digests(batch, depth)[:, None]).long() for depth in depths]

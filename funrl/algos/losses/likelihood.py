@@ -112,7 +112,7 @@ def observed_tokens(batch: Batch) -> Tensor:
 
 
 def opening_tokens(batch: Batch) -> Tensor:
-    """The first sampled tokens of rows, after `flow_targets`; for `restrict`."""
+    """The first sampled tokens of sequences, after `flow_targets`; for `restrict`."""
     return batch.opening
 
 

@@ -294,8 +294,9 @@ def _episode_table(
 
 
 def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
-    """True if neither a limit of the episode nor that of its last replies ended it."""
-    last = [path.nodes[-1].finish for path in paths]
+    """True if neither a limit of the episode nor that of its last replies ended it; others went on from forked ones."""
+    forked = episode.ends[: episode.forked]
+    last = [path.nodes[-1].finish for path in paths if path.trajectory not in forked]
     return episode.status == "done" and all(finish in ("stop", "string") for finish in last)
 
 

@@ -44,7 +44,7 @@ class GroupGradient(NamedTuple):
 
     Attributes:
       prompt, completion: of its first row.
-      rewards: of its rows.
+      rewards: of its rows, or of each agent of its episodes.
       norm: of the gradient, with the denominators of all rows.
       cosine: of the angle between the two.
       share: of the group in the whole; shares of all groups add up to 1.
