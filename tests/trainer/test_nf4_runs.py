@@ -140,13 +140,14 @@ def run_to_end(folder, **settings):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits_and_its_export_is_its_model(tmp_path):
-    ended = run_to_end(tmp_path / "checkpoints", keep_checkpoints=3)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_resumed_run_has_the_same_bits_and_its_export_is_its_model(dtype, tmp_path):
+    ended = run_to_end(tmp_path / "checkpoints", keep_checkpoints=3, dtype=dtype)
     assert not any("_codes" in name for name in recorded(complete_checkpoints(tmp_path / "checkpoints")[2]).arrays)
     exported = export_checkpoint(tmp_path, 2).directory
     saved = load_file(exported / "model.safetensors")
     base = load_file(tmp_path / "base" / "model.safetensors")
-    job = small_job(GRPO, **NF4)
+    job = small_job(GRPO, **NF4, dtype=dtype)
     run, _ = startup.begin_run(job, single(), Observer())
     placed = run.parts.roles["policy"].placed
     source = deployed(placed, ended.params)
@@ -155,7 +156,7 @@ def test_a_resumed_run_has_the_same_bits_and_its_export_is_its_model(tmp_path):
     for name, x in expected.items():
         assert torch.equal(saved[name], x) and torch.equal(base[name], x) != ("proj" in name)
     remove_later_checkpoints(tmp_path / "checkpoints", 1)
-    again = run_to_end(tmp_path / "checkpoints", resume=True, run_dir="x")
+    again = run_to_end(tmp_path / "checkpoints", resume=True, run_dir="x", dtype=dtype)
     assert_equal_steps(again.steps, ended.steps[1:])
     assert all(map(torch.equal, trees.leaves(again.params), trees.leaves(ended.params)))
     with pytest.raises(CheckpointError, match="its adapters stand on another base; give --base_format=nf4"):
