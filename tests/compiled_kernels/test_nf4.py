@@ -116,6 +116,8 @@ def test_the_library_downloads_no_kernels(monkeypatch):
 def test_a_gpu_rounds_and_multiplies(dtype):
     assert nf4_problem("cuda") is None
     weight = quantize_nf4(draw(48, 128, dtype=dtype).cuda(), 1)
+    codes, scales, _ = quantize_nf4(draw(48, 128, dtype=dtype), 1)
+    assert torch.equal(weight.codes.cpu(), codes) and torch.equal(weight.scales.cpu(), scales)
     on_cpu = Nf4Weight(weight.codes.cpu(), weight.scales.cpu(), dtype)
     torch.testing.assert_close(weight.plain.cpu(), on_cpu.plain, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
     x = draw(5, 128, dtype=dtype, seed=1).cuda().requires_grad_()
