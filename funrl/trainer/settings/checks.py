@@ -250,10 +250,10 @@ def check_engine_flags(s: Settings) -> None:
         raise s.refusal("{dry_run} with {engine}: it counts the native engine; leave one of them out")
     if s.engines.engine_url is None and abilities.servers:
         raise s.refusal("{engine} needs --engine_url=http://HOST:PORT, which its servers print")
-    # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
-    # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
     if s.updates.foreign_rows == "drop" and not s.engines.verify_sync:
         raise s.refusal("{foreign_rows} with {verify_sync}: no digests are taken, so none is foreign; leave one out")
+    # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
+    # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
     truncating = [name for name in ("top_k", "top_p", "min_p") if is_given(s, name)]
     if s.sampling.mask_replay:
         _check_mask_replay(s, truncating)
