@@ -210,6 +210,16 @@ def test_what_a_base_in_4_bits_cannot_be_with_is_refused(settings, message):
         small_job(GRPO, **{"lora_rank": 2, "base_format": "nf4"} | settings)
 
 
+def test_adapters_that_a_run_goes_on_with_give_the_rank(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    flags = [{"model": str(tmp_path)}, {"model": "BASE", "adapter": str(tmp_path)}]
+    for given in flags:
+        checks.check_requirements(settings_of(base_format="nf4", **given))
+    (tmp_path / "config.json").write_text("{}")  # of a model
+    with pytest.raises(SettingsError, match="base_format=nf4 does nothing without --lora_rank"):
+        checks.check_requirements(settings_of(base_format="nf4", **flags[0]))
+
+
 def test_a_missing_library_and_a_device_that_it_lacks_are_named(monkeypatch):
     monkeypatch.setattr(prepare, "nf4_problem", lambda device: f"bitsandbytes has no NF4 on {device}: none")
     with pytest.raises(SettingsError, match="base_format=nf4: bitsandbytes has no NF4 on cpu: none; leave it out"):

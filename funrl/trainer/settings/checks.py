@@ -236,10 +236,18 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
 def check_requirements(s: Settings) -> None:
     """Refuse flags that do nothing without another one, or beside it. Raises: SettingsError."""
     for name, flag in settings_flags().items():
-        if flag.requires and is_given(s, name) and not flag_value(s, flag.requires):
+        read_later = flag.requires == "lora_rank" and _names_adapter(s)
+        if flag.requires and is_given(s, name) and not (flag_value(s, flag.requires) or read_later):
             raise s.refusal(f"{{{name}}} does nothing without --{flag.requires}; give --{flag.requires} too")
         if flag_value(s, name) not in (flag.default, 0):
             refuse_beside(s, name)
+
+
+def _names_adapter(s: Settings) -> bool:
+    """True if a flag names adapters, whose rank, alpha and projections are read before the run."""
+    folder = Path(s.models.model or "")
+    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    return s.adapters.adapter is not None or (s.models.model is not None and alone)
 
 
 def check_engine_flags(s: Settings) -> None:
