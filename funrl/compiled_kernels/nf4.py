@@ -118,7 +118,7 @@ def nf4_linear(x: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tens
     codes_NC = weight.codes.reshape(-1, x.shape[-1] // 2)
     rows = x.flatten(0, -2)
     multiply = _Nf4Product.apply if torch.is_grad_enabled() else _multiply
-    out = multiply(rows, codes_NC, weight.scales).view(*x.shape[:-1], -1)
+    out = multiply(rows, codes_NC, weight.scales).view(*x.shape[:-1], len(codes_NC))
     return out if bias is None else out + bias
 
 

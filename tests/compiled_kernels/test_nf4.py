@@ -75,6 +75,7 @@ def test_products_and_gradients_are_those_of_the_values(dtype):
         assert torch.equal(nf4_linear(*(y.detach() for y in inputs[:1]), weight, inputs[1]), out)
         alone = [nf4_linear(row.view(1, -1), weight, inputs[1]) for row in inputs[0].flatten(0, 1)]
         assert torch.equal(torch.cat(alone).view(out.shape), out)  # as a pass that decodes one token
+        assert nf4_linear(out.new_zeros(1, 0, 128), weight).shape == (1, 0, 48)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
