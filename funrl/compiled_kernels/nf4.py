@@ -2,8 +2,8 @@
 
 A block is 64 numbers of a row, end to end. Its scale is their largest magnitude, in float32, and each number becomes
 the nearest of 16 levels between -1 and 1, quantiles of a normal distribution: 4.5 bits a number. bitsandbytes rounds
-and expands them, on a GPU and on a CPU. A product expands its matrix, multiplies by it in the dtype of the activations
-and drops it; the backward pass expands it again.
+them on a CPU, and expands them where they are, on a GPU or a CPU. A product expands its matrix, multiplies by it in the
+dtype of the activations and drops it; the backward pass expands it again.
 
 References: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314
 """
@@ -84,10 +84,15 @@ def can_quantize_nf4(shape: tuple[int, ...], out_dims: int) -> bool:
 
 
 def quantize_nf4(weight: Tensor, out_dims: int) -> Nf4Weight:
-    """A weight [*out, *in] with so many out dims in 4 bits; float64 is rounded to float32 first."""
+    """A weight [*out, *in] with so many out dims in 4 bits; float64 is rounded to float32 first.
+
+    The codes do not depend on the device. The library's GPU kernels, which are compiled with fast arithmetic, divide by
+    scales inexactly: a number near the middle of two levels may get the other one.
+    """
     _library()
-    narrow = weight if weight.dtype in _EXPANDED else weight.float()
-    codes, scales = torch.ops.bitsandbytes.quantize_4bit(narrow.contiguous(), NF4_BLOCK, "nf4", torch.uint8)
+    narrow = weight.cpu() if weight.dtype in _EXPANDED else weight.cpu().float()
+    parts = torch.ops.bitsandbytes.quantize_4bit(narrow.contiguous(), NF4_BLOCK, "nf4", torch.uint8)
+    codes, scales = (x.to(weight.device) for x in parts)
     out = weight.shape[:out_dims]
     return Nf4Weight(codes.view(*weight.shape[:-1], -1), scales.view(*out, -1), weight.dtype)
 
@@ -113,7 +118,7 @@ def nf4_linear(x: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tens
     codes_NC = weight.codes.reshape(-1, x.shape[-1] // 2)
     rows = x.flatten(0, -2)
     multiply = _Nf4Product.apply if torch.is_grad_enabled() else _multiply
-    out = multiply(rows, codes_NC, weight.scales).view(*x.shape[:-1], -1)
+    out = multiply(rows, codes_NC, weight.scales).view(*x.shape[:-1], len(codes_NC))
     return out if bias is None else out + bias
 
 

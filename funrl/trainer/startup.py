@@ -17,6 +17,7 @@ from funrl.models.huggingface.left_out import remarks_on_files
 from funrl.models.huggingface.peft_files import describe_adapter
 from funrl.models.nf4_base import quantized
 from funrl.models.placed import Placed
+from funrl.models.weight_dtypes import weight_dtype
 from funrl.processes.processor import products_problem
 from funrl.rewards.pool import Pool
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
@@ -98,10 +99,13 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
 
 
 def in_stored_form(job: Job, named_weights: Iterable[tuple[str, Tensor]]) -> trees.Tree:
-    """Weights that a run begins with, given one after the other, in the form in which they are stored between steps."""
-    return trees.from_named(
-        job.initial_model.shapes, quantized(named_weights) if job.settings.adapters.nf4 else named_weights
-    )
+    """Weights that a run begins with, given one after the other, in the form in which they are stored between steps.
+
+    Those in 4 bits are of the weights in the dtype to compute in, as a base that is kept or read has them.
+    """
+    if job.settings.adapters.nf4:
+        named_weights = quantized((name, x.to(weight_dtype(name, job.initial_dtype))) for name, x in named_weights)
+    return trees.from_named(job.initial_model.shapes, named_weights)
 
 
 def first_digests(trainer: Trainer, state: State) -> tuple[Job, Mapping[str, object]]:

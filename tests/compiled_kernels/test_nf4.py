@@ -75,6 +75,7 @@ def test_products_and_gradients_are_those_of_the_values(dtype):
         assert torch.equal(nf4_linear(*(y.detach() for y in inputs[:1]), weight, inputs[1]), out)
         alone = [nf4_linear(row.view(1, -1), weight, inputs[1]) for row in inputs[0].flatten(0, 1)]
         assert torch.equal(torch.cat(alone).view(out.shape), out)  # as a pass that decodes one token
+        assert nf4_linear(out.new_zeros(1, 0, 128), weight).shape == (1, 0, 48)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -116,6 +117,8 @@ def test_the_library_downloads_no_kernels(monkeypatch):
 def test_a_gpu_rounds_and_multiplies(dtype):
     assert nf4_problem("cuda") is None
     weight = quantize_nf4(draw(48, 128, dtype=dtype).cuda(), 1)
+    codes, scales, _ = quantize_nf4(draw(48, 128, dtype=dtype), 1)
+    assert torch.equal(weight.codes.cpu(), codes) and torch.equal(weight.scales.cpu(), scales)
     on_cpu = Nf4Weight(weight.codes.cpu(), weight.scales.cpu(), dtype)
     torch.testing.assert_close(weight.plain.cpu(), on_cpu.plain, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
     x = draw(5, 128, dtype=dtype, seed=1).cuda().requires_grad_()

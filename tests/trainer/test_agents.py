@@ -294,9 +294,12 @@ def test_second_policies_that_cannot_be(agents, message):
         job_of(agents=agents)
 
 
-@pytest.mark.parametrize(("adapters", "exact"), [({}, True), ({"lora_rank": 2}, False)])
-def test_second_policies_have_no_gap_but_for_merged_adapters(adapters, exact):
-    trainer, state = begin(job_of(agents=TWO, on_gap="stop", dtype="float32", **adapters), single())
+MASKS = {"top_p": 0.8, "temperature": 0.7, "mask_replay": True}
+
+
+@pytest.mark.parametrize(("settings", "exact"), [({}, True), (MASKS, True), ({"lora_rank": 2}, False)])
+def test_second_policies_have_no_gap_but_for_merged_adapters(settings, exact):
+    trainer, state = begin(job_of(agents=TWO, on_gap="stop", dtype="float32", **settings), single())
     assert (gap_problem(trainer.job, trainer.parts) is None) == exact == (trainer.gap_check is not None)
     largest = 0.0
     for _ in range(2):

@@ -140,13 +140,14 @@ def run_to_end(folder, **settings):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits_and_its_export_is_its_model(tmp_path):
-    ended = run_to_end(tmp_path / "checkpoints", keep_checkpoints=3)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_resumed_run_has_the_same_bits_and_its_export_is_its_model(dtype, tmp_path):
+    ended = run_to_end(tmp_path / "checkpoints", keep_checkpoints=3, dtype=dtype)
     assert not any("_codes" in name for name in recorded(complete_checkpoints(tmp_path / "checkpoints")[2]).arrays)
     exported = export_checkpoint(tmp_path, 2).directory
     saved = load_file(exported / "model.safetensors")
     base = load_file(tmp_path / "base" / "model.safetensors")
-    job = small_job(GRPO, **NF4)
+    job = small_job(GRPO, **NF4, dtype=dtype)
     run, _ = startup.begin_run(job, single(), Observer())
     placed = run.parts.roles["policy"].placed
     source = deployed(placed, ended.params)
@@ -155,7 +156,7 @@ def test_a_resumed_run_has_the_same_bits_and_its_export_is_its_model(tmp_path):
     for name, x in expected.items():
         assert torch.equal(saved[name], x) and torch.equal(base[name], x) != ("proj" in name)
     remove_later_checkpoints(tmp_path / "checkpoints", 1)
-    again = run_to_end(tmp_path / "checkpoints", resume=True, run_dir="x")
+    again = run_to_end(tmp_path / "checkpoints", resume=True, run_dir="x", dtype=dtype)
     assert_equal_steps(again.steps, ended.steps[1:])
     assert all(map(torch.equal, trees.leaves(again.params), trees.leaves(ended.params)))
     with pytest.raises(CheckpointError, match="its adapters stand on another base; give --base_format=nf4"):
@@ -207,6 +208,16 @@ def test_bytes_of_the_base_are_counted():
 def test_what_a_base_in_4_bits_cannot_be_with_is_refused(settings, message):
     with pytest.raises(SettingsError, match=message):
         small_job(GRPO, **{"lora_rank": 2, "base_format": "nf4"} | settings)
+
+
+def test_adapters_that_a_run_goes_on_with_give_the_rank(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    flags = [{"model": str(tmp_path)}, {"model": "BASE", "adapter": str(tmp_path)}]
+    for given in flags:
+        checks.check_requirements(settings_of(base_format="nf4", **given))
+    (tmp_path / "config.json").write_text("{}")  # of a model
+    with pytest.raises(SettingsError, match="base_format=nf4 does nothing without --lora_rank"):
+        checks.check_requirements(settings_of(base_format="nf4", **flags[0]))
 
 
 def test_a_missing_library_and_a_device_that_it_lacks_are_named(monkeypatch):

@@ -234,6 +234,16 @@ def test_with_adapters_a_sync_gives_vllm_these_alone(mesh):
 
 
 @needs_vllm
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs funrl[nf4]")
+def test_vllm_gets_the_values_of_a_base_in_4_bits():
+    settings = {"sizes": SIZES | {"embed": 64, "mlp": 64}, "dtype": "float32", "base_format": "nf4"} | ADAPTERS
+    job = small_job(GRPO, engine="vllm", probe_sync_every=1, steps=2, **settings)
+    for metrics in launch(functools.partial(steps_of_rank, job), job.sizes, "cpu"):
+        assert metrics["sync/verified"] == 1.0 and metrics["sync/probe_gap"] < 1e-4
+        assert metrics["rollout/logprob_gap_max"] < 1e-4
+
+
+@needs_vllm
 @pytest.mark.gloo
 def test_a_row_that_runs_ahead_ends_with_the_adapter_that_it_began_with(tmp_path):
     job = small_job(rollout_is, sizes=SIZES, dtype="float32", engine="vllm", **AHEAD, **ADAPTERS)

@@ -313,7 +313,8 @@ def check_mask_replay(settings: Settings, models: Mapping[str, Model], algorithm
             "{mask_replay}: demonstrations, which the algorithm reads, were not sampled; leave it out"
         )
     renormalised = {"policy", "reference", "critic", *SCORING_ROLES}
-    others = [name for name in models if name not in renormalised]
+    kinds = algorithm.role_kinds
+    others = [name for name in models if (kinds[name].like or name) not in renormalised]
     if others or algorithm.divergence is not None:
         role = others[0] if others else "teacher"
         raise settings.refusal(f"{{mask_replay}}: the {role}'s log-probabilities are not truncated; leave it out")

@@ -236,10 +236,18 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
 def check_requirements(s: Settings) -> None:
     """Refuse flags that do nothing without another one, or beside it. Raises: SettingsError."""
     for name, flag in settings_flags().items():
-        if flag.requires and is_given(s, name) and not flag_value(s, flag.requires):
+        read_later = flag.requires == "lora_rank" and _names_adapter(s)
+        if flag.requires and is_given(s, name) and not (flag_value(s, flag.requires) or read_later):
             raise s.refusal(f"{{{name}}} does nothing without --{flag.requires}; give --{flag.requires} too")
         if flag_value(s, name) not in (flag.default, 0):
             refuse_beside(s, name)
+
+
+def _names_adapter(s: Settings) -> bool:
+    """True if a flag names adapters, whose rank, alpha and projections are read before the run."""
+    folder = Path(s.models.model or "")
+    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    return s.adapters.adapter is not None or (s.models.model is not None and alone)
 
 
 def check_engine_flags(s: Settings) -> None:
@@ -250,10 +258,10 @@ def check_engine_flags(s: Settings) -> None:
         raise s.refusal("{dry_run} with {engine}: it counts the native engine; leave one of them out")
     if s.engines.engine_url is None and abilities.servers:
         raise s.refusal("{engine} needs --engine_url=http://HOST:PORT, which its servers print")
-    # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
-    # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
     if s.updates.foreign_rows == "drop" and not s.engines.verify_sync:
         raise s.refusal("{foreign_rows} with {verify_sync}: no digests are taken, so none is foreign; leave one out")
+    # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
+    # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
     truncating = [name for name in ("top_k", "top_p", "min_p") if is_given(s, name)]
     if s.sampling.mask_replay:
         _check_mask_replay(s, truncating)

@@ -378,9 +378,10 @@ class Span(NamedTuple):
 def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form: RowForm = PLAIN_FORM) -> Rows:
     """Join prompts and completions into rows on the ranks that wrote them, right-padded to a multiple of 8 tokens.
 
-    `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, regardless of
-    top_k, top_p, min_p and the repetition penalty. So a ratio of the two measures only the gap between engine and
-    trainer, and between the weights that sampled a token and the current ones where these differ.
+    `rollout_logp` is of the trainer's distribution: the whole vocabulary at the temperature (with `form.raw`, at 1),
+    regardless of top_k, top_p, min_p and the repetition penalty; with `form.kept` the tokens that these left. So a
+    ratio of the two measures only the gap between engine and trainer, and between the weights that sampled a token and
+    the current ones where these differ.
 
     Args:
       examples: the prompts.
@@ -390,8 +391,8 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
 
     Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
       their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
-      https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for tokens that could not be
-      sampled.
+      https://github.com/verl-project/verl/issues/6240). They do not correct for tokens that could not be sampled, and
+      without `form.kept` neither does funrl.
     """
     samples = sampling.samples
     device = done.mesh.device
