@@ -13,12 +13,13 @@ import rows_preference
 import torch
 from tables import ROWS as TABLE
 
+from funrl.algos.advantages.flow import OPENING_FIELDS
 from funrl.algos.advantages.groups import group_mean, groups_of
 from funrl.algos.applying import first_signal
 from funrl.algos.core import Advantage, Signal, reduce
 from funrl.algos.filters.by_row import every, not_truncated
 from funrl.algos.recipes import NAMES, recipe
-from funrl.batch import Batch, as_dict, example, map_fields
+from funrl.batch import Batch, as_dict, declare, example, map_fields
 from funrl.data.packing import RowCost
 from funrl.fields import FIELDS
 from funrl.mesh.collectives import gather_objects
@@ -90,7 +91,8 @@ def drawn():
         return torch.where(mask.view(B, T, *(1,) * (x.dim() - 2)), x, 0) if x.dim() > 1 else x
 
     names = [name for name in as_dict(example()) if name not in ("positions", "segments", "teacher_topk", "digests")]
-    return Batch(**{name: value(name, getattr(example(), name)) for name in names})
+    batch = Batch(**{name: value(name, getattr(example(), name)) for name in names})
+    return declare(batch, OPENING_FIELDS)._replace(opening=mask & (mask.cumsum(1) == 1))
 
 
 @functools.cache
