@@ -51,7 +51,8 @@ def subtree_baselines(by_size: bool = False) -> Advantage:
         def sharing(depth: int, last: int) -> Groups:
             return groups_with((first_R <= depth) & (last_R >= last), keys[depth])
 
-        total_R, weight_R = torch.zeros_like(x_R), torch.zeros_like(x_R)
+        total_R = torch.zeros_like(x_R)
+        weight_R = torch.zeros_like(x_R)
         for place, groups in enumerate([groups_of(root_R), *(sharing(depth, depth + 1) for depth in depths[:-1])]):
             share_R, size_R = _once(groups, unit_R, len(units))
             own_R = where_masked(size_R if by_size else torch.ones_like(x_R), (size_R > 1) | (place == 0))
