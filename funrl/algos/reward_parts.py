@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from funrl.across import Across
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage, Loss
 from funrl.algos.masks import where_masked
@@ -35,8 +36,6 @@ PART_FIELDS = Schema({REWARD_PARTS: Field("token_k", "advantage", "part of each 
 def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: Sequence[float | None]) -> Tensor:
     """Derivative of a chain's advantages along the weighted scores of each reward function.
 
-    Sums of tokens over all rows, such as the mean of `whiten`, count as constants too.
-
     Args:
       state: of the chain, before its run.
       batch: scored rows, before the chain, on the CPU.
@@ -46,11 +45,11 @@ def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: 
     Returns: [b, T, K], before rows are resampled.
     """
     across = batch.across
-    constant = across._replace(
-        sums=lambda x_bT: across.sums(x_bT.detach()),
+    linear = across._replace(
+        sums=lambda x_bT: _dual_sums(x_bT, across),
         kth_largest=lambda x_bT, k: across.kth_largest(x_bT.detach(), k),
     )
-    batch = with_across(batch, constant)
+    batch = with_across(batch, linear)
     parts = []
     for number, weight in enumerate(weights):
         tangents = _tangents(batch, number, weight)
@@ -62,6 +61,15 @@ def advantage_parts(advantage: Advantage, state: object, batch: Batch, weights: 
             x_bT, part_bT = forward_ad.unpack_dual(applied.advantage)
             parts.append(torch.zeros_like(x_bT) if part_bT is None else part_bT.clone())
     return torch.stack(parts, dim=2)
+
+
+def _dual_sums(x_bT: Tensor, across: Across) -> Tensor:
+    """The sums of each row with those of its tangent: collectives have no derivative of their own."""
+    if not x_bT.is_floating_point():
+        return across.sums(x_bT)
+    value_bT, tangent_bT = forward_ad.unpack_dual(x_bT)
+    sums_B = across.sums(value_bT)
+    return sums_B if tangent_bT is None else forward_ad.make_dual(sums_B, across.sums(tangent_bT))
 
 
 def _tangents(batch: Batch, number: int, weight: float | None) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from funrl.trainer.steps.step_rows import Rows, UpdatePlan, moved, on_cpu, rows_
 SHOWN_GROUPS = 5
 METRIC = "reward_gradient"
 REMAINDER = "rest"
+ROUNDINGS = 64  # units of the last place of the whole, up to which a gradient has no direction
 
 
 class Comparison(NamedTuple):
@@ -41,7 +42,7 @@ class Comparison(NamedTuple):
 
     Attributes:
       norm: of the gradient.
-      cosine: of the angle between the two; 0 where one of them is 0.
+      cosine: of the angle between the two; 0 where one of them is 0, or no more than a rounding of the whole.
       share: its component along the whole, over the norm of the whole; shares of all parts add up to 1.
     """
 
@@ -128,7 +129,9 @@ class Explainer(NamedTuple):
         dot = global_dot(part, whole, self.role.stored, mesh).item()
         norm = global_norm(part, self.role.stored, mesh).item()
         whole_norm = global_norm(whole, self.role.stored, mesh).item()
-        return Comparison(norm, dot / (norm * whole_norm or 1.0), dot / (whole_norm**2 or 1.0))
+        rounding = ROUNDINGS * torch.finfo(trees.leaves(part)[0].dtype).eps * whole_norm
+        cosine = dot / (norm * whole_norm or 1.0) if norm > rounding else 0.0
+        return Comparison(norm, cosine, dot / (whole_norm**2 or 1.0))
 
     def _groups(self, pass_: _Pass, whole: trees.Tree, rows: Rows) -> Iterator[GroupGradient]:
         """Yield each group with its gradient and the text of its first row."""

@@ -8,6 +8,7 @@ from funrl import algos
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import reduce
 from funrl.algos.losses.reductions import sequence_mean, token_mean
+from funrl.batch import Batch
 from funrl.testing.subjects import loss_parts
 
 
@@ -65,3 +66,26 @@ def test_bad_factors_are_refused():
     for arguments in ({"gamma": 1.1}, {"gae_lambda": -0.1}):
         with pytest.raises(ValueError, match="it must be from 0 to 1"):
             algos.discount_segments(**arguments)
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_segments_of_an_episode_are_one_path_of_its_prompt_and_share_no_beginning_with_others(by_size):
+    """Three episodes of a prompt, of which two have a second segment, whose first turn is the episode's third."""
+    mask = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 0]], dtype=torch.bool)
+    turn = torch.tensor([[0, 0, 1, 1], [2, 2, 3, 3], [0, 0, 1, 1], [2, 2, 3, 3], [0, 0, 1, 1]])
+    episode = torch.tensor([0, 0, 1, 1, 2])
+    rewards = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+    batch = Batch(
+        tokens=torch.arange(20).view(5, 4),
+        mask=mask,
+        length=torch.full((5,), 4),
+        group=torch.zeros(5, dtype=torch.int64),
+        episode=episode,
+        agent=torch.zeros(5, dtype=torch.int64),
+        score=rewards[episode],
+        turn=turn,
+    )
+    piece = algos.subtree_baselines(by_size)
+    after, _, _ = apply_advantage(piece, piece.init(), batch)
+    want = torch.where(mask, (rewards - rewards.mean())[episode][:, None], 0)
+    torch.testing.assert_close(after.advantage, want, rtol=0, atol=1e-12)

@@ -21,7 +21,10 @@ from funrl.algos import (
     subtree_baselines,
     to_last_token,
     to_tokens,
+    to_turns,
     token_mean,
+    turn_center,
+    whiten,
     win_rate,
 )
 from funrl.batch import declare, example
@@ -98,10 +101,19 @@ def test_the_reward_of_an_episode_is_the_only_part():
     torch.testing.assert_close(parts_BTK[..., 0], part_BT, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("by_size", [False, True])
-def test_parts_of_paths_add_up_to_their_advantage(by_size):
-    advantage = subtree_baselines(by_size)
-    batch = scored()
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        subtree_baselines(),
+        subtree_baselines(by_size=True),
+        chain(to_tokens(), whiten()),
+        chain(to_turns(0.9), turn_center()),
+        chain(subtree_baselines(), whiten()),
+    ],
+    ids=["paths", "paths by size", "whitened", "turns", "whitened paths"],
+)
+def test_parts_of_what_is_compared_over_tokens_add_up_to_it(advantage):
+    batch = scored()._replace(token_reward=None)
     parts_BTK = advantage_parts(advantage, advantage.init(), batch, WEIGHTS)
     assert parts_BTK.any()
     torch.testing.assert_close(parts_BTK.sum(2), applied_to(advantage, batch), rtol=0, atol=1e-12)

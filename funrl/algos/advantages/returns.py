@@ -173,7 +173,8 @@ def whiten(eps: float = 1e-8) -> Advantage:
     """Standardise over all masked tokens: (x - mean) / sqrt(var + eps), on [B, T].
 
     The variance has the denominator n - 1. Equal numbers, or a single token, give exactly 0; a zero among others does
-    not stay 0 unless the mean over tokens is 0. Signal.returns is unchanged.
+    not stay 0 unless the mean over tokens is 0. Signal.returns is unchanged. The divisor is a constant of derivatives:
+    see `reward_parts`.
 
     Args:
       eps: in the squared unit of x.
@@ -186,15 +187,15 @@ def whiten(eps: float = 1e-8) -> Advantage:
         mask_BT = batch.mask
         dtype = x_BT.dtype
         count = total(mask_BT, mask_BT, batch)
-        largest_b1 = where_masked(x_BT.abs(), mask_BT).amax(1, keepdim=True)
+        largest_b1 = where_masked(x_BT.detach().abs(), mask_BT).amax(1, keepdim=True)
         unit = power_of_two(batch.across.rows.sums(largest_b1).amax())  # squares of large rewards overflow float32
         x_BT = x_BT / unit.to(dtype)
-        least_b1 = torch.where(mask_BT, x_BT, torch.inf).amin(1, keepdim=True)
+        least_b1 = torch.where(mask_BT, x_BT.detach(), torch.inf).amin(1, keepdim=True)
         least = batch.across.rows.sums(least_b1).amin().to(dtype)  # the smallest number of all rows
         shifted_BT = where_masked(x_BT - least, mask_BT)
         mean = total(shifted_BT, mask_BT, batch) / count
         centred_BT = where_masked(shifted_BT - mean.to(dtype), mask_BT)
-        variance = total(centred_BT.square(), mask_BT, batch) / (count - 1).clamp_min(1)
+        variance = total(centred_BT.detach().square(), mask_BT, batch) / (count - 1).clamp_min(1)
         return centred_BT * (variance + eps / unit.square()).rsqrt().to(dtype)
 
     return stateless(standardise, per="token")

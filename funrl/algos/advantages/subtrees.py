@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.advantages.groups import group_mean, groups_of
+from funrl.algos.advantages.groups import Groups, group_mean, group_sum, groups_of
 from funrl.algos.advantages.turns import groups_with, row_turns, turn_count
 from funrl.algos.core import Advantage, Signal, check_rank
 from funrl.algos.masks import where_masked
@@ -20,12 +20,13 @@ def subtree_baselines(by_size: bool = False) -> Advantage:
     """TreePO's advantage: mean over the subtrees d that hold path i of x_i - mean_d x, on [B] -> [B, T].
 
     A row is a path from the prompt to a leaf, whose agent has the leaf's reward. Subtree 0 is the prompt's rows, of all
-    agents; subtree d holds its rows that share all tokens
-    through reply d, and more of them follow; one with a single row does not count. A reply that several rows share is
-    trained once, with the mean advantage of these rows. Without turns there is one subtree, the group.
+    agents; subtree d holds its rows that share all tokens through reply d, and more of them follow; one with a single
+    path does not count. A reply that several rows share is trained once, with the mean advantage of these paths. The
+    rows of an agent that has several, as where its history was compacted, count as one. Without turns there is one
+    subtree, the group.
 
     Args:
-      by_size: weigh each subtree by its number of rows.
+      by_size: weigh each subtree by its number of paths.
     Needs: tokens [B, T], group [B]. Uses turn [B, T], episode, agent [B].
     References: TreePO, Li et al., 2025, https://arxiv.org/abs/2508.17445
 
@@ -42,25 +43,37 @@ def subtree_baselines(by_size: bool = False) -> Advantage:
         x_R = signal.x[unit_R].double()  # not of sums, which are constants to `advantage_parts`
         root_R = _prompts(batch)[unit_R]
         last_R = across.sums(turns.of_token.amax(1, keepdim=True))
+        turn_BT = batch.get("turn")
+        first_R = torch.zeros_like(last_R) if turn_BT is None else across.sums(turn_BT[:, :1])  # above 0 after a fork
         depths = range(turn_count(turns, batch))
         keys = [root_R * DIGESTS + across.sums(_digests(batch, depth)[:, None]).long() for depth in depths]
-        groups = groups_of(root_R)
-        weight_R = groups.size.to(x_R) if by_size else torch.ones_like(x_R)
-        total_R = weight_R * (x_R - group_mean(x_R, groups))
-        for depth in depths[:-1]:
-            groups = groups_with(last_R > depth, keys[depth])
-            own_R = where_masked(groups.size.to(x_R) if by_size else torch.ones_like(x_R), groups.size > 1)
-            total_R = total_R + own_R * (x_R - group_mean(x_R, groups))
+
+        def sharing(depth: int, last: int) -> Groups:
+            return groups_with((first_R <= depth) & (last_R >= last), keys[depth])
+
+        total_R = torch.zeros_like(x_R)
+        weight_R = torch.zeros_like(x_R)
+        for place, groups in enumerate([groups_of(root_R), *(sharing(depth, depth + 1) for depth in depths[:-1])]):
+            share_R, size_R = _once(groups, unit_R, len(units))
+            own_R = where_masked(size_R if by_size else torch.ones_like(x_R), (size_R > 1) | (place == 0))
+            total_R = total_R + own_R * (x_R - group_mean(x_R, groups, share_R))
             weight_R = weight_R + own_R
         advantage_R = total_R / weight_R
         result_BT = torch.zeros(batch.mask.shape, dtype=signal.x.dtype, device=signal.x.device)
         for depth in depths:
-            shared_R = group_mean(advantage_R, groups_with(last_R >= depth, keys[depth]))
+            groups = sharing(depth, depth)
+            shared_R = group_mean(advantage_R, groups, _once(groups, unit_R, len(units))[0])
             here_BT = (turns.of_token == depth) & signal.mask
             result_BT = torch.where(here_BT, across.own(shared_R)[:, None].to(signal.x.dtype), result_BT)
         return signal._replace(x=result_BT), state
 
     return Advantage(lambda: (), update)
+
+
+def _once(groups: Groups, unit_R: Tensor, units: int) -> tuple[Tensor, Tensor]:
+    """Weights with which each unit counts once in its groups, and the number of units of each row's group, [R] each."""
+    share_R = 1 / groups_of(groups.index * units + unit_R).size.double()
+    return share_R, group_sum(share_R, groups).round()
 
 
 def _prompts(batch: Batch) -> Tensor:
