@@ -276,7 +276,7 @@ def _holds_out(flags: Mapping[str, object]) -> bool:
         return flags.get("prompts") != RECORDS or flags.get("eval_data") is not None
     if flags.get("env") is not None:
         return True
-    return bool(flags) and all(flags.get(flag) is None for flag in ("model", "data", "reward"))
+    return bool(flags) and all(flags.get(flag) is None for flag in ("data", "reward"))
 
 
 @contextlib.contextmanager

@@ -8,9 +8,13 @@ import torch
 
 import funrl
 from funrl.cli import main as cli
+from funrl.cli.evaluate import settings_of_stored
 from funrl.models import decoder_model
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
+from funrl.trainer.checkpoints.stored_models import StoredModel
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import Given
 
 TINY = {"steps": 2, "batch_prompts": 4, "samples_per_prompt": 2, "eval_prompts": 8, "device": "cpu", "lr": 1e-2}
 REWARD = "def score(prompt, completion, *, answer, **fields):\n    return float(completion[:1] in answer)\n"
@@ -170,6 +174,15 @@ def test_what_cannot_work_is_said_in_a_line(argv, says, capsys, home):
     status, out, err = call(capsys, *argv)
     assert status == 2 and says in err and out == "" and err.count("\n") == 1
     assert {path: path.stat().st_size for path in home.rglob("*")} == before
+
+
+def test_a_run_of_the_embedded_task_on_a_model_holds_prompts_out(tmp_path):
+    flags = {"model": "DIR", "task": "arithmetic", "eval_prompts": 7}
+    stored = StoredModel(str(tmp_path), None, flags)
+    settings = settings_of_stored("evaluate", stored, {}, Given(), 0)
+    assert settings.models.model == str(tmp_path) and settings.evaluation.eval_prompts == 7
+    with pytest.raises(SettingsError, match="--data=FILE is needed: the prompts"):
+        settings_of_stored("evaluate", stored._replace(flags=flags | {"data": "texts.jsonl"}), {}, Given(), 0)
 
 
 def test_a_run_whose_prompts_were_given_in_python_needs_data(capsys, tmp_path):

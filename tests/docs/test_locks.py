@@ -9,7 +9,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCKS = {"cpu.txt": ["test"], "cuda13.txt": ["data", "serve", "flash-attn-4"], "vllm_cuda13.txt": ["data", "serve"]}
+LOCKS = {
+    "cpu.txt": ["test"],
+    "cuda13.txt": ["data", "serve", "nf4", "flash-attn-4"],
+    "vllm_cuda13.txt": ["data", "serve", "nf4"],
+}
 
 
 def _releases(file: Path) -> dict[str, str]:

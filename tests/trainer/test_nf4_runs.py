@@ -73,6 +73,15 @@ def test_training_is_that_on_the_values_of_the_base(compose):
     assert all(is_trained(name) and x.any() for name, x in changed)
 
 
+def test_reference_base_and_engine_have_one_layer_to_compile():
+    job = small_job(functools.partial(GRPO, kl_coef=0.05), **NF4)
+    run, _ = startup.begin_run(job, single(), Observer())
+    roles = run.parts.roles
+    base = run.parts.generator.base
+    layers = {base.placed.layer, roles["reference"].placed.layer, roles["base"].placed.layer}
+    assert len(layers) == 1 and roles["policy"].placed.layer not in layers
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_the_engine_shares_the_base_and_samples_what_the_trainer_scores(dtype):
     run, state = begin(small_job(GRPO, **NF4, dtype=dtype, compile="off"), single())

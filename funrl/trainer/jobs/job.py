@@ -220,7 +220,10 @@ class BaseJob(JobModels, JobDevices):
     @property
     def initial_model(self) -> Model:
         """The model of the initial role without adapters: `model`, or that with weights in 4 bits."""
-        return with_nf4(self.model) if self.settings.adapters.nf4 else self.model
+        if not self.settings.adapters.nf4:
+            return self.model
+        shared = (model for model in self.models.values() if model.whole is self.model)  # is compiled once
+        return next(shared, None) or with_nf4(self.model)
 
     @property
     def initial_dtype(self) -> torch.dtype:
