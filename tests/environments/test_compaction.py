@@ -17,7 +17,7 @@ from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.policy import EpisodeLimits, RunEndingError
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.sources.episode_rows import SUMMARY, rows_of_episodes
+from funrl.trainer.sources.episode_rows import SUMMARY, rows_of_episodes, transcript_of
 from funrl.trainer.sources.generation import RowForm
 
 LONG = SETUP._replace(sampling=Sampling(max_new_tokens=200, stop=(1,)))
@@ -82,6 +82,13 @@ def test_each_sampled_token_is_trained_once_and_all_rows_have_the_reward():
     summaries = [text(batch.tokens[row][batch.author[row] == SUMMARY].tolist()) for row in range(4)]
     assert summaries == ["1</s>", "2</s>", "3</s>", ""] and not (batch.author[~batch.mask] == SUMMARY).any()
     assert [batch.turn[row][batch.mask[row]].unique().tolist() for row in range(4)] == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_what_is_shown_and_measured_of_an_episode_has_all_segments():
+    transcript = transcript_of(0, compacted_episode(), RowForm(dtype=torch.float64))
+    segments = ["1</s>\nu>and</s>\nu>sum?</s>\na>1</s>"]
+    segments += [f"#{n}</s>\na>{n + 1}</s>\nu>and</s>\nu>sum?</s>\na>{n + 1}</s>" for n in (1, 2)]
+    assert text(transcript.tokens.tolist()) == "".join([*segments, "#3</s>\na>4</s>"])
 
 
 def test_limits_count_all_rows_and_the_summary():

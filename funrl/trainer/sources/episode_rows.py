@@ -84,7 +84,8 @@ class EpisodeSetup(NamedTuple):
 class Transcript(NamedTuple):
     """Everything after the prompt of an episode's first trajectory, as a completion of its number.
 
-    Where others forked from it, it is the continued one, which repeats everything.
+    Where others forked from it, it is the continued one, which repeats everything since the last summary of its
+    history; what ended with summaries is before it.
 
     Attributes:
       number: of the episode.
@@ -196,11 +197,16 @@ def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     if not trained:
         return Transcript(number, torch.zeros(0, dtype=torch.int64), [], episode, form.pictures)
     opening = next(end for end in episode.ends if end.agent == trained[0].agent).leaf.path()[0].tokens
-    tokens = trained[0].token_ids()
-    differing = (n for n, pair in enumerate(zip(opening, tokens, strict=False)) if pair[0] != pair[1])
-    tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the beginning differently
+    forked = [end for end in episode.ends[: episode.forked] if end.agent == trained[0].agent and end.leaf.summary]
+    tokens = [token for end in (*forked, trained[0]) for token in _after(opening, end.token_ids())]
     written = tokens[:-1] if trained[0].leaf.finish == "stop" else tokens
     return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode, form.pictures)
+
+
+def _after(opening: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+    """Tokens after an opening; a fork may have rendered even that differently."""
+    differing = (n for n, pair in enumerate(zip(opening, tokens, strict=False)) if pair[0] != pair[1])
+    return tokens[next(differing, len(opening)) :]
 
 
 def rows_of_episodes(
