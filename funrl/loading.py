@@ -23,6 +23,24 @@ class LoadError(ValueError):
     """A function that cannot be loaded; the message names the flag, its value and what is wrong."""
 
 
+def parts_by_source(flag: str, text: str, what: str) -> dict[str, str]:
+    """Source of prompts -> part, of a flag's text such as "DIR@math,DIR@chat"; {}: it is no such list.
+
+    Args:
+      what: name of a part, in errors.
+
+    Raises:
+      LoadError: a part has no source, or two have the same.
+    """
+    words = [word.strip().rpartition("@") for word in text.split(",")]
+    if not any(sign and "/" not in source for _, sign, source in words):  # else "@" is of a path
+        return {}
+    parts = {source: part for part, _, source in words}
+    if len(parts) < len(words) or not all(part and source for part, _, source in words):
+        raise LoadError(f"--{flag}={text}: write {what}@SOURCE,{what}@SOURCE with each source of the prompts once")
+    return parts
+
+
 def shared_folder_of_files() -> Path | None:
     """The folder with funrl's recipes/, examples/ and docs/: of a checkout, or of an installed package."""
     candidates = Path(__file__).parents[1], Path(sysconfig.get_path("data"), "share", "funrl")

@@ -561,10 +561,7 @@ def estimate(
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
         if memo is not None and pool in ("", "train") and not job.settings.devices.offload:
-            least = tracing.of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
-            copied = engine_bytes(job, parts, parts.generator)[0] if isinstance(parts, GeneratingParts) else 0.0
-            if (nbytes := max(costs.total for costs in least.values()) + copied + agents) > memo.room:
-                raise TooLargeError(nbytes)
+            _check_room(job, parts, plan, work, agents)
         phases = tracing.of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, work))
         axes = tracing.axes_of(mesh)
         rests = phases.pop("rests").peak
@@ -601,6 +598,15 @@ def estimate(
         left_out=left_out(job, judge, hardware),
         episodes=episodes,
     )
+
+
+def _check_room(job: Job, parts: Parts, plan: RowPlan, work: RankWork, agents: float) -> None:
+    """Raise TooLargeError where the memo has no room for the update and `agents`, bytes of other agents' weights."""
+    least = tracing.of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
+    copied = engine_bytes(job, parts, parts.generator)[0] if isinstance(parts, GeneratingParts) else 0.0
+    nbytes = max(costs.total for costs in least.values()) + copied + agents
+    if work.memo is not None and nbytes > work.memo.room:
+        raise TooLargeError(nbytes)
 
 
 def _with_generator(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import funrl
-from funrl.loading import LoadError, load_function, locate
+from funrl.loading import LoadError, load_function, locate, parts_by_source
 from funrl.trainer.settings.declaration import Bound, Flag, SettingsError, above, at_least, at_most, one_of, value_type
 from funrl.trainer.settings.settings import settings_flags
 
@@ -118,13 +118,7 @@ def recipes_by_source(text: str) -> dict[str, str]:
     Raises:
       LoadError: a part has no source, or two have the same.
     """
-    words = [word.strip().rpartition("@") for word in text.split(",")]
-    if not any(sign and "/" not in source for _, sign, source in words):  # else "@" is of a path
-        return {}
-    by_source = {source: recipe for recipe, _, source in words}
-    if len(by_source) < len(words) or not all(recipe and source for recipe, _, source in words):
-        raise LoadError(f"--algorithm={text}: write RECIPE@SOURCE,RECIPE@SOURCE with each source of the prompts once")
-    return by_source
+    return parts_by_source("algorithm", text, "RECIPE")
 
 
 def find_recipe(text: str) -> Callable[..., Any]:

@@ -100,7 +100,7 @@ def assert_gradient(loss, batch, peer, fields=lambda logits: {}, rtol=1e-9):
     return value.item()
 
 
-def trained(algorithm, batch, peer):
+def assert_trained(algorithm, batch, peer):
     return assert_gradient(algorithm.losses["policy"], with_advantage(algorithm.advantage, batch), peer)
 
 
@@ -110,7 +110,7 @@ def trained(algorithm, batch, peer):
 def test_iw_opd_has_trls_gradient_and_weights():
     peer = PEERS["iw_opd"]["on_policy"]
     batch = batch_of()
-    trained(iw_opd(gamma=0.5), batch, peer)
+    assert_trained(iw_opd(gamma=0.5), batch, peer)
     plain, weighed = (
         with_advantage(x, batch).advantage[MASK]
         for x in (teacher_advantage("k1"), chain(teacher_advantage("k1"), weigh_early_tokens(0.5)))
@@ -201,7 +201,7 @@ def test_direct_distillation_has_verls_loss(kind):
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_distillation_by_policy_gradient_has_verls_loss_before_a_move(kind):
     peer = PEERS["verl"][f"policy_gradient_{kind}"]
-    assert trained(distillation(kind=kind), batch_of(), peer) == pytest.approx(peer["loss"], rel=1e-9)
+    assert assert_trained(distillation(kind=kind), batch_of(), peer) == pytest.approx(peer["loss"], rel=1e-9)
 
 
 def test_distillation_after_a_move_differs_from_verl_in_the_advantage():
@@ -233,8 +233,8 @@ def test_sdpo_has_trls_advantages_and_gradient():
     rewards = sdpo(reward_share=1.0, std_eps=1e-4)
     advantage = with_advantage(rewards.advantage, batch_of()).advantage
     torch.testing.assert_close(advantage[:, 0], numbers(peer["advantages"]), rtol=1e-9, atol=1e-10)
-    trained(sdpo(std_eps=1e-4), batch_of(torch.ones_like(MASK)), peer["equal_lengths"])
-    trained(by_sequence(sdpo(std_eps=1e-4)), batch_of(), peer["lengths"])
+    assert_trained(sdpo(std_eps=1e-4), batch_of(torch.ones_like(MASK)), peer["equal_lengths"])
+    assert_trained(by_sequence(sdpo(std_eps=1e-4)), batch_of(), peer["lengths"])
 
 
 def test_sdpo_after_a_move_differs_from_trl_in_weight_and_advantage():
@@ -247,7 +247,7 @@ def test_sdpo_after_a_move_differs_from_trl_in_weight_and_advantage():
 
 
 def test_sdft_is_distillation_by_sequence():
-    trained(by_sequence(distillation()), batch_of(), PEERS["sdft"]["sampled_token"])
+    assert_trained(by_sequence(distillation()), batch_of(), PEERS["sdft"]["sampled_token"])
 
 
 def test_mopd_without_rewards_has_nemos_gradient_before_a_move():

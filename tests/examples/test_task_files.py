@@ -57,7 +57,7 @@ def test_held_out_prompts_are_not_trained_on(name, task):
     if name == "guessing":
         pytest.skip("its held-out games are against another player, see test_env_guessing.py")
     if name == "long_search":
-        pytest.skip("its prompts are all alike and their pages differ, see test_env_long_search.py")
+        pytest.skip("its prompts are all equal and their pages differ, see test_env_long_search.py")
     train = {str(prompt.prompt) for prompt in task.prompts}
     heldout = [str(prompt.prompt) for prompt in task.heldout]
     assert len(set(heldout)) == len(heldout) >= 64 and not train & set(heldout)

@@ -43,7 +43,7 @@ from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
-from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
+from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Judge, Parts, with_generator
 from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
 from funrl.trainer.steps.roles import Role, RoleState, State, bases, keep_copies, writes_of
 from funrl.trainer.steps.router_losses import router_losses
@@ -123,16 +123,13 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     roles = {name: base_role(stored, roles) for name in bases(roles)} | roles
     learning = {name: roles[name] for name in job.algorithm.losses if name in roles}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
-    generator = judge = None
+    generator = None
     if isinstance(job, RLJob) and only is None:
         policy = places[job.main_role]
         base = engine_base(job, begin, stored, policy)
         generator = policy_generator(job, base, policy, layer_of(base.model), note)
         generator = with_agents(job, generator, layer_of)
-    if isinstance(job, RLJob) and job.judge is not None:
-        rows = settings.engines.decode_rows
-        own = judging_mesh(job, job.judge.sizes, mesh, only)
-        judge = None if own is None else open_judge(job.judge, own, job.dtype, rows, layer_of(job.judge.model), note)
+    judge = _own_judge(job, mesh, only, layer_of, note)
     names = ("", *job.agents.policies) if job.agents.policies else ()
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
@@ -148,6 +145,17 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         remote_scorers=scorers,
     )
     return parts if generator is None else with_generator(parts, generator, remote_rewards=rewards)
+
+
+def _own_judge(
+    job: Job, mesh: Mesh, only: str | None, layer_of: Callable[[Model], Layer], note: Callable[[str], None]
+) -> Judge | None:
+    """The judge, if the job has one and it writes on this rank; arguments as of `build`."""
+    if not isinstance(job, RLJob) or job.judge is None:
+        return None
+    own = judging_mesh(job, job.judge.sizes, mesh, only)
+    rows = job.settings.engines.decode_rows
+    return None if own is None else open_judge(job.judge, own, job.dtype, rows, layer_of(job.judge.model), note)
 
 
 def _models_on_other_ranks(

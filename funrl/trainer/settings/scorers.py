@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from funrl.loading import parts_by_source
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.declaration import SettingsError, refusing
 from funrl.trainer.settings.settings import (
     Settings,
     check_needs,
@@ -109,13 +110,8 @@ def sourced_paths(settings: Settings, name: str) -> dict[str, str]:
     value = flag_value(settings, name)
     if name not in SOURCED_FLAGS or value is None or Path(value).exists():
         return {}
-    words = [word.strip().rpartition("@") for word in value.split(",")]
-    if not any(sign and "/" not in source for _, sign, source in words):  # else "@" is of a path
-        return {}
-    paths = {source: path for path, _, source in words}
-    if len(paths) < len(words) or not all(path and source for path, _, source in words):
-        raise SettingsError(f"--{name}={value}: write DIR@SOURCE,DIR@SOURCE with each source of the prompts once")
-    return paths
+    with refusing():
+        return parts_by_source(name, value, "DIR")
 
 
 def model_paths(settings: Settings, name: str) -> dict[str, str]:

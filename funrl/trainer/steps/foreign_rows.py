@@ -78,7 +78,7 @@ def without_foreign_rows(
     """The rows that published weights sampled, and metrics. Collective: one number over the ranks.
 
     Args:
-      rows: on the ranks that train.
+      rows: on the trainer ranks.
       published: as of `foreign_runs`.
       agents: numbers of the agents of each further policy.
       policy: name of the main policy.
