@@ -25,12 +25,11 @@ from funrl.track.observe import RunObserver
 from funrl.trainer import phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.evaluator import Evaluator
-from funrl.trainer.placement.generate import GroupWriter
+from funrl.trainer.placement import generate
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
-from funrl.trainer.sources.group_rows import SampleWriter
 from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.gloo
@@ -56,46 +55,35 @@ class Events:
         self.weights[state.step] = trees.map(lambda x: x.clone(), state.roles["policy"].params)
         return begin_evaluation(evaluator, state, **first)
 
-    def evaluated(self, evaluate, generators, step):
-        metrics = evaluate(generators, step)
+    def evaluated(self, evaluate, generators, step, numbers):
+        metrics = evaluate(generators, step, numbers)
         self.names.append(("evaluated", step))
         return metrics
 
 
-def noted_steps():
-    """Note in what writes an evaluation the step after which it does."""
-    begin = GroupWriter.begin_evaluation
-
-    def noted(writer, version, step):
-        begin(writer, version, step)
-        writer._heldout.step = step
-
-    return mock.patch.object(GroupWriter, "begin_evaluation", noted)
-
-
-async def after_the_next_step(write, delayed, writer, resident):
-    """Write a part of an evaluation after some steps once the step that follows has been learned."""
+async def after_the_next_step(write, delayed, generation, resident, work):
+    """Write a group of an evaluation after some steps once the step that follows has been learned."""
     limit = time.monotonic() + LIMIT_S
-    step = getattr(writer, "step", None)  # None: it writes a group
-    while step in delayed and not run_store().check([f"test/learned/{step + 1}"]):
+    step = work.weights - 1  # the first weights are version 1
+    while work.heldout and step in delayed and not run_store().check([f"test/learned/{step + 1}"]):
         await asyncio.sleep(0.005)
         if time.monotonic() > limit:
             raise RewardError(f"step {step + 1} waits for the evaluation of step {step}")
-    return await write(writer, resident)
+    return await write(generation, resident, work)
 
 
 def watched(job, folder, delayed, mesh):
     """A run of this rank whose evaluations after some steps end after the next step's update."""
     observer = Quiet(str(folder / "checkpoints"))
     events = Events()
-    write, evaluate, start = SampleWriter.write, GroupGenerators._evaluated, Evaluator._begin
+    write, evaluate, start = generate.write_work, GroupGenerators._evaluated, Evaluator._begin
     learn = functools.partial(events.learned, phases.learn_batch)
-    with contextlib.ExitStack() as stack, one_thread(), noted_steps():
+    with contextlib.ExitStack() as stack, one_thread():
         for owner, name, function in (
             (phases, "learn_batch", learn),
             (Evaluator, "_begin", lambda *args, **first: events.begun(start, *args, **first)),
             (GroupGenerators, "_evaluated", lambda *args: events.evaluated(evaluate, *args)),
-            (SampleWriter, "write", lambda *args: after_the_next_step(write, delayed, *args)),
+            (generate, "write_work", lambda *args: after_the_next_step(write, delayed, *args)),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))
         outcome = run_rank(job, mesh, observer)
@@ -163,7 +151,7 @@ def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_
 
 def observed(job, run_dir, patches, mesh):
     """A run of this rank with a directory; `patches` are of functions of both sides."""
-    with contextlib.ExitStack() as stack, one_thread(), noted_steps():
+    with contextlib.ExitStack() as stack, one_thread():
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))
         observer = stack.enter_context(RunObserver(job, str(run_dir), mesh.rank))
@@ -201,14 +189,14 @@ def test_a_checkpoint_has_the_evaluation_of_its_step_and_is_resumed_from(tmp_pat
     assert evaluated_steps(tmp_path) == ([1, 2, 4], {0: 6, 2: 6, 4: 6})
 
 
-async def dies_after(key, step, write, writer, resident):
+async def dies_after(key, step, write, generation, resident, work):
     """End the process of a rank that generates when it is to evaluate after a step that has been committed."""
-    evaluates = getattr(writer, "step", None) == step
+    evaluates = work.heldout and work.weights == step + 1
     while evaluates and not run_store().check([key]):
         await asyncio.sleep(0.005)
     if evaluates:
         os._exit(1)
-    return await write(writer, resident)
+    return await write(generation, resident, work)
 
 
 def waits_before(step, key, draw, trainer, state):
@@ -222,9 +210,9 @@ def waits_before(step, key, draw, trainer, state):
 @pytest.mark.slow
 def test_an_evaluation_that_a_generator_did_not_survive_is_made_when_the_run_is_resumed(tmp_path):
     settings = SETTINGS | {"place": "train:dp1 generate:dp1", "run_dir": str(tmp_path)}
-    write, draw = SampleWriter.write, phases.draw_batch
+    write, draw = generate.write_work, phases.draw_batch
     patches = (
-        (SampleWriter, "write", lambda *args: dies_after("test/waits", 2, write, *args)),
+        (generate, "write_work", lambda *args: dies_after("test/waits", 2, write, *args)),
         (phases, "draw_batch", functools.partial(waits_before, 2, "test/waits", draw)),
     )
     job = small_job(rollout_is, **settings)

@@ -30,9 +30,7 @@ from funrl.trainer.placement.messages import (
     WrittenRows,
     age_metrics,
     group_parts,
-    origins_of,
     prompts_at,
-    split_origins,
 )
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
@@ -134,7 +132,7 @@ def test_what_a_replica_has_refilled_counts_in_the_budget_of_its_batch():
     generators.begin_step(1, 0, 5)
     dropped = [DroppedPrompt(position, 0, {}, {}) for position in (1, 4, 5)]
     deliver(asked(new_replica())[1], dropped=dropped)
-    generators._deliver(generators.ledger, generators._board.next_delivery())
+    generators._deliver(generators._board.next_delivery())
     assert generators.ledger.refilled == {0: 3} and generators.ledger.written == [1]
     assert generators.ledger.counts == {"begun": 8 + 3, "refilled": 3}
 
@@ -318,17 +316,6 @@ def test_a_shown_sample_has_the_score_of_its_own_prompt():
 def test_ages_are_of_tokens():
     assert age_metrics([{4: 5, 2: 2}, {4: 1}], newest=4) == {"age/mean": 0.5, "age/max": 2.0}
     assert age_metrics([{}], newest=4) == {}
-
-
-def test_rows_of_a_group_that_is_begun_again_are_a_run_of_their_own():
-    owners = [(0, np.array([3, 3])), (1, np.array([3, 3])), (1, np.array([3]))]
-    runs = split_origins(np.concatenate([origins_of(*owner) for owner in owners]))
-    assert [(number, rows.tolist()) for number, rows in runs] == [(0, [0, 1]), (1, [0, 1, 0])]
-
-
-def test_rows_of_several_ranks_are_numbered_on_each():
-    origins = origins_of(7, np.array([0, 1, 1, 0, 1]))
-    assert (origins >> 32).tolist() == [7] * 5 and (origins & 0xFFFFFFFF).tolist() == [0, 0, 1, 1, 2]
 
 
 class OneBuffer:

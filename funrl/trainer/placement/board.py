@@ -33,7 +33,8 @@ REPLACED_KEY = f"{GROUPS_KEY}/replaced"
 KEPT_VERSIONS = 1000  # below the newest one, which replicas may still ask for: many more than --staleness
 ANY_REPLICA = "any"  # queue of groups that any replica with room takes
 READ_AT_ONCE = 256  # deliveries, at most
-AGAIN = "again"  # of groups that replace dropped ones, and come first
+AGAIN = "again"  # of groups that replace dropped ones, and come before others
+HELDOUT = "heldout"  # of held-out prompts, which come first
 
 
 @dataclass(eq=False)
@@ -82,7 +83,7 @@ class GroupBoard:
         """Ask for groups, all of which replicas see at once.
 
         Args:
-          queue: ANY_REPLICA, AGAIN, or the number of the replica that writes them.
+          queue: ANY_REPLICA, AGAIN, HELDOUT, or the number of the replica that writes them.
         """
         key = f"{GROUPS_KEY}/{queue}"
         first = self._asked.get(queue, 0)
@@ -105,13 +106,21 @@ class GroupBoard:
 
     def next_group(self) -> GroupWork | None:
         """The next group that this replica may begin; None: there is none yet. It is this replica's from now on."""
-        for queue in (str(self.owner), AGAIN, ANY_REPLICA):
+        for queue in (HELDOUT, str(self.owner), AGAIN, ANY_REPLICA):
             work = self._waiting.pop(queue, None) or self._take(queue)
             if work is not None and self.holds(work.weights):
                 return work
             if work is not None:
                 self._waiting[queue] = work
         return None
+
+    def evaluated(self) -> int | None:
+        """Version of the weights of the held-out prompt that this replica begins next; None: it begins none."""
+        work = self._waiting.get(HELDOUT) or self._take(HELDOUT)
+        if work is None:
+            return None
+        self._waiting[HELDOUT] = work
+        return work.weights
 
     def _take(self, queue: str) -> GroupWork | None:
         """A group of a queue, which no other replica gets; None: there is none."""

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from torch import Tensor
 
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.run import episode_groups
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers, End, MethodCall
@@ -45,31 +43,27 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.board import GroupBoard
 from funrl.trainer.placement.groups import ledger_rule
 from funrl.trainer.placement.messages import (
-    HELDOUT,
     GroupFields,
     GroupWork,
-    HeldoutEvaluation,
     WrittenGroup,
-    WrittenRows,
     baseline_of,
     describe_group,
+    group_parts,
     own_fields,
     prompts_at,
     split_origins,
     write_work,
-    written_rows,
 )
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.evaluation import EvalRow
-from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import SampleWriter, Share, WrittenSamples
-from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
+from funrl.trainer.sources.group_rows import WrittenSamples
+from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Generator
-from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
 from funrl.trainer.storage.shard_server import CheckpointError
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
@@ -203,18 +197,14 @@ class GroupWriter:
         self._generation = generation._replace(
             engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._notes.note)
         )
+        self._heldout = for_heldout(self._generation)
         self._receiver = receiver
         self._generator = generator
         self._training = training
         self._board = GroupBoard(self._replicas, int(mesh.index(mesh.row_axes)))
         self._rule = ledger_rule(job, generation)
         self._scored = bool(scorers_of(job.settings))  # models on the trainer ranks score completions
-        self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         self._loop = asyncio.new_event_loop()
-        self._heldout: SampleWriter | None = None
-        self._heldout_step = 0
-        self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
-        self._unscored: list[tuple[Rollout, Rows]] = []  # completions of an evaluation that models score
         self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self.logged: dict[int, list[LoggedEpisode]] = {}
@@ -224,11 +214,6 @@ class GroupWriter:
         self._next_sign = 0.0
         self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
         self._waited_s = 0.0
-
-    @property
-    def evaluates(self) -> bool:
-        """True on the first tensor rank while an evaluation is written; the engine keeps its weights until its end."""
-        return self._evaluation is not None and not self._evaluation.done()
 
     def turn(self, answers: Answers | None) -> ReplicaStep:
         """The next thing to do. Collective over "tensor".
@@ -253,7 +238,7 @@ class GroupWriter:
         if self.resident is None:
             follow(self.engine, self.mesh)
             return
-        rests = not self._tasks and not self.evaluates
+        rests = not self._tasks
         if rests and not self._rest_s:
             heartbeat.entered("a request of the trainer ranks")
         self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s)) if rests else 0.0
@@ -332,46 +317,6 @@ class GroupWriter:
             self.step()
         return None if task is None else task.result()
 
-    def begin_evaluation(self, version: int, step: int) -> None:
-        """Begin to write this replica's part of an evaluation, beside groups. Collective.
-
-        Args:
-          version: of the weights, which stay until each replica has written its part.
-          step: that has ended.
-        """
-        self.take_version(version)
-        heldout, sampling, _, seed, _ = self.generation.evaluation
-        groups = episode_groups(heldout, sampling.samples, seed)
-        self._heldout = SampleWriter(for_heldout(self.generation), groups, sampling)
-        self._heldout_step = step
-        if self.resident is not None:
-            self._evaluation = self._loop.create_task(self._heldout.write(self.resident))
-
-    def end_evaluation(self, scores: Mapping[str, Tensor] | None = None) -> HeldoutEvaluation | WrittenRows:
-        """End the evaluation once this replica's part is written. Collective.
-
-        Where models on the trainer ranks score completions, the first call gives the rows of the group HELDOUT, and a
-        second one has their scores.
-
-        Args:
-          scores: fields of all rows; None: models have not scored them.
-        """
-        heldout = self._heldout
-        if heldout is None:
-            raise RuntimeError("no evaluation has begun")
-        if scores is not None:
-            self._held.pop(HELDOUT, None)
-            done, rows = self._unscored.pop()
-            rows = rows.with_fields(**{name: x.to(rows.mesh.device) for name, x in scores.items()})
-        else:
-            done, rows, _ = heldout.join(self._end_beside(self._evaluation))
-            if self._scored:
-                self._unscored.append((done, rows))
-                self._held[HELDOUT] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
-                return written_rows(done, rows)
-        metrics = heldout_metrics(heldout.generation, done, rows, self.show, self._heldout_step)
-        return metrics, self.show.kept, self.show.table
-
     def greedy(self, version: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of the first replica, beside the groups. Collective.
 
@@ -414,8 +359,7 @@ class GroupWriter:
 
     def close(self) -> None:
         """End all groups."""
-        evaluation = [] if self._evaluation is None else [self._evaluation]
-        tasks = [*self._tasks.values(), *evaluation]
+        tasks = self._tasks.values()
         for task in tasks:
             task.cancel()
         if tasks:
@@ -431,10 +375,18 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
-        if not self.evaluates and self._receiver.arrived() is not None:
+        arrived = self._receiver.arrived()
+        if arrived is not None and max(arrived.versions.values()) <= self._latest_version():
             return ReplicaStep(weights=True, rows=rows)
         self._begin_groups()
         return ReplicaStep(rows=rows) if rows else None
+
+    def _latest_version(self) -> float:
+        """Version that the engine may load: an evaluation is written with its own weights alone."""
+        evaluated = [work.weights for work in self._tasks if work.heldout]
+        if (upcoming := self._board.evaluated()) is not None:
+            evaluated.append(upcoming)
+        return min(evaluated, default=math.inf)
 
     def _tell_version(self) -> None:
         """Publish the version of this replica."""
@@ -453,12 +405,16 @@ class GroupWriter:
         is_fixed = self._generation.engine.queue == "fixed" and not self._rule.staleness  # all begin at once
         room = math.inf if is_fixed else self.resident.room()
         if setup is not None:
-            room = min(room, setup.limits.waiting - len(self._tasks) * self._requests)
+            room = min(room, setup.limits.waiting - sum(map(self._requests_of, self._tasks)))
         while (room > 0 or not self._tasks) and (work := self._board.next_group()) is not None:
             self._tasks[work] = self._loop.create_task(self._write(self.resident, work))
-            room -= self._requests
+            room -= self._requests_of(work)
             if work.place is not None:
                 heartbeat.at_step(work.place // self._rule.places + 1)
+
+    def _requests_of(self, work: GroupWork) -> int:
+        """Requests that a group begins with."""
+        return sum(len(seeds) for _, seeds in group_parts(work, work.sampling(self._generation)))
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""
@@ -472,14 +428,20 @@ class GroupWriter:
                 self._board.deliver(self._group(begun, problem=str(error)))
                 continue
             numbers = (work.number, baseline_of(work.number))
-            kept |= {n: GroupFields.of(part.rows.batch) for n, part in zip(numbers, parts, strict=False)}
-            group = describe_group(self._generation, parts, self._group(work))
+            if not work.heldout or self._scored:
+                kept |= {n: GroupFields.of(part.rows.batch) for n, part in zip(numbers, parts, strict=False)}
+            group = describe_group(self._generation_of(work), parts, self._group(work))
             self._board.deliver(group._replace(dropped=dropped))
         return kept
 
+    def _generation_of(self, work: GroupWork) -> Generation:
+        return self._heldout if work.heldout else self._generation
+
     def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
-        waited_s, self._waited_s = self._waited_s, 0.0
+        waited_s = 0.0
+        if not work.heldout:
+            waited_s, self._waited_s = self._waited_s, 0.0
         notes = self._notes.take().notes
         return WrittenGroup(self._board.owner, work, None, {}, (), waited_s, notes=notes, problem=problem)
 
@@ -489,8 +451,8 @@ class GroupWriter:
         Raises:
           RewardError, RunEndingError: the run ends.
         """
-        generation = self._generation
-        filters = self._rule.prompts > 1 and not self._rule.rounds
+        generation = self._generation_of(work)
+        filters = work.place is not None and self._rule.prompts > 1 and not self._rule.rounds
         dropped: list[DroppedPrompt] = []
         while True:
             parts = await write_work(generation, resident, work)

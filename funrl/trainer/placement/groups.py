@@ -40,9 +40,8 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, WORK_KEY, GroupBoard
+from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, HELDOUT, WORK_KEY, GroupBoard
 from funrl.trainer.placement.messages import (
-    HELDOUT,
     ORIGIN,
     GroupPrompt,
     GroupWork,
@@ -55,16 +54,15 @@ from funrl.trainer.placement.messages import (
     join_written,
     joined_rollout,
     joined_rows,
-    origins_of,
     own_fields,
     plain_group,
     prompts_at,
-    remote_rows,
     without_rows,
 )
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule, as_chosen
-from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
+from funrl.trainer.sources.heldout import HeldoutSamples, for_heldout, heldout_metrics
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample, with_scores
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import BASELINE_SEED, prompt_source
 from funrl.trainer.sources.source import Generation, NextRows, SampledPrompts, Source, StepLog, StepRows
@@ -116,16 +114,15 @@ class ChosenPrompts(NamedTuple):
         return ChosenPrompts(positions, end), memory, metrics
 
 
-def collect_groups(groups: Mapping[int, WrittenGroup]) -> tuple[list[tuple[Any, ...]], JoinedRows | None, Any]:
-    """The groups as `plain_group` has them, and rows of their samples and of their baselines; None: they have none.
+def collect_groups(groups: Mapping[int, WrittenGroup]) -> tuple[JoinedRows | None, Any]:
+    """Rows of the samples of groups, and of their baselines; None: they have none.
 
     Args:
       groups: by number; or one that ends the run.
     """
     samples = [(n, group.generator, group.written) for n, group in groups.items() if group.written]
     baselines = [(baseline_of(n), group.generator, group.baseline) for n, group in groups.items() if group.baseline]
-    plain = [plain_group(without_rows(group)) for group in groups.values()]
-    return plain, join_written(samples) if samples else None, join_written(baselines) if baselines else None
+    return join_written(samples) if samples else None, join_written(baselines) if baselines else None
 
 
 class GroupGenerators:
@@ -187,6 +184,7 @@ class GroupGenerators:
         self._failed: WrittenGroup | None = None  # the first that ends the run
         self._counts: dict[str, float] = {}  # metrics of places in the newest step
         self._waited_s = 0.0
+        self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
 
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
         """Choose the prompts of batches up to S after that of a step, with what is known before it. Collective.
@@ -429,23 +427,35 @@ class GroupGenerators:
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `RemoteGenerators`."""
-        self.requests.post(MethodCall("begin_evaluation", (self.engine.version or 0, step)))
-        return lambda: self._evaluated(step)
+        heldout, _, _, seed, _ = self._generation.evaluation
+        prompts = [GroupPrompt(number, seed, number) for number in range(len(heldout))]
+        works = [work._replace(heldout=True) for work in self._works([None] * len(prompts), prompts)]
+        if self.mesh.rank == 0:
+            self._ask(works, HELDOUT)
+        return lambda: self._evaluated(step, [work.number for work in works])
 
-    def _evaluated(self, step: int) -> dict[str, float]:
-        """Metrics of the evaluation after a step, whose completions models score on the trainer ranks."""
-        name = f"the generators' evaluation after step {step}"
-        answer = self.requests.ask(MethodCall("end_evaluation"), name)
+    def _evaluated(self, step: int, numbers: Sequence[int]) -> dict[str, float]:
+        """Metrics of the evaluation after a step, whose completions models score here. Collective.
+
+        Args:
+          numbers: of its groups.
+        """
+        generation = self._generation
+        heldout, sampling, *_ = generation.evaluation
+        groups, samples, _ = self._collected(numbers, f"the generators' evaluation after step {step}")
+        done = joined_rollout(samples, self._alone, self.mesh.device)
+        rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
+        self._released += numbers
+        shown = {place: x for place, group in enumerate(groups.values()) for x in group.shown}
         if self._rescore is not None:
-            rows = remote_rows(answer, origins_of(HELDOUT, answer.owner), self.generating, self.mesh.device)
-            heldout = self._generation.evaluation.heldout
-            scored = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval").batch
-            scores = {"score": scored.score.cpu(), "scores": scored.scores.cpu()}
-            answer = self.requests.ask(MethodCall("end_evaluation", (scores,)), name)
-        metrics, samples, table = answer
-        self.show.samples(step, samples)
-        self.show.evaluated(table)
-        return metrics
+            rows = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval")
+            shown = dict(enumerate(with_scores(shown, rows, sampling.samples, generation.rewards.names)))
+        metrics: dict[str, float] = {}
+        if self.mesh.rank == 0:
+            texts = {number: text for group in groups.values() for number, text in group.texts.items()}
+            written = HeldoutSamples(done, rows, texts, [*shown.values()])
+            metrics = heldout_metrics(for_heldout(generation), written, self.show, step)
+        return from_first_rank(metrics, self.mesh)
 
     def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch that was written ahead, as a log has them: fields of `LoggedGroup`.
@@ -523,20 +533,30 @@ class GroupGenerators:
         self.requests.answer(number, "the generators' rows")
         return own
 
-    def _collected(self, numbers: Sequence[int]) -> tuple[dict[int, WrittenGroup], JoinedRows, JoinedRows | None]:
+    def _collected(
+        self, numbers: Sequence[int], name: str = ""
+    ) -> tuple[dict[int, WrittenGroup], JoinedRows, JoinedRows | None]:
         """Some groups that have ended, or else those of the next batch; shows their remarks. Collective.
 
-        Returns: the groups by number, in the order of their rows, without these; rows of their samples, and of their
-          greedy completions or episodes, if they have some.
+        Args:
+          numbers: of the groups, on the first rank; none: those of the next batch.
+          name: of what is waited for; "": of the rows of the step.
+
+        Returns: the groups by number, in the order of their rows, without these, and with texts on the first rank; rows
+          of their samples, and of their greedy completions or episodes, if they have some.
 
         Raises:
           RewardError: one has failed.
         """
         begin = time.perf_counter()
-        name = f"the generators' rows of step {self.step}"
-        ended = self._awaited_by(lambda: self.ledger and self._complete(self.ledger, numbers), name)
-        plain, samples, baselines = from_first_rank(ended and collect_groups(ended), self.mesh)
-        groups = [group_of(values) for values in plain]
+        name = name or f"the generators' rows of step {self.step}"
+        ended = self._awaited_by(lambda: self._complete(numbers), name)
+        facts = ended and collect_groups(ended)
+        groups = ended and [without_rows(group) for group in ended.values()]
+        plain, (samples, baselines) = from_first_rank(
+            ended and ([plain_group(group) for group in groups], facts), self.mesh
+        )
+        groups = groups or [group_of(values) for values in plain]
         self._waited_s += time.perf_counter() - begin
         for note in (note for group in groups for note in group.notes):
             self.show.note(note)
@@ -567,15 +587,15 @@ class GroupGenerators:
         end = time.monotonic() + PROGRESS_S
 
         def results() -> list[Any]:
-            while self.ledger is not None and (group := self._board.next_delivery()) is not None:
-                self._deliver(self.ledger, group)
+            while (group := self._board.next_delivery()) is not None:
+                self._deliver(group)
                 beat()
             result = look()
             return [result] if result is not None or time.monotonic() > end else []
 
         return wait_until(results, 1, limit)[0]
 
-    def _complete(self, ledger: Ledger, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
+    def _complete(self, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
         """Groups by number, or one that ends the run; None: some are not written.
 
         Args:
@@ -583,10 +603,11 @@ class GroupGenerators:
         """
         if self._failed is not None:
             return {self._failed.work.number: self._failed}
-        ledger.fill_batch()
         numbers = awaited
-        if not awaited and len(ledger.batch) == self._rule.places:
-            numbers = [self._numbers[place] for place in sorted(ledger.batch)]
+        if self.ledger is not None:
+            self.ledger.fill_batch()
+            if not awaited and len(self.ledger.batch) == self._rule.places:
+                numbers = [self._numbers[place] for place in sorted(self.ledger.batch)]
         if not numbers or len(self._written) < len(numbers) or not self._written.keys() >= set(numbers):
             return None
         return {number: self._written.pop(number) for number in numbers}
@@ -596,11 +617,12 @@ class GroupGenerators:
         if group.problem is not None:
             self._failed = self._failed or group
 
-    def _deliver(self, ledger: Ledger, group: WrittenGroup) -> None:
+    def _deliver(self, group: WrittenGroup) -> None:
         """Note a delivered group."""
         self._keep_written(group)
         place = group.work.place
-        if place is None or group.problem is not None:
+        ledger = self.ledger
+        if place is None or group.problem is not None or ledger is None:
             return
         for _ in group.dropped:  # by other prompts the replica has refilled the place
             ledger.deliver(GENERATORS, place, ledger.places[place].attempt)

@@ -14,6 +14,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.advantages.units import episode_units
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
+from funrl.data.prompts import Example
 from funrl.fields import Field
 from funrl.kinds import FieldKind, Value, line_places
 from funrl.mesh.mesh import Mesh
@@ -23,7 +24,7 @@ from funrl.rollout.resident import ResidentEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import PromptSchedule
-from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.evaluation import HeldoutText, heldout_texts
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import WrittenSamples, write_group
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
@@ -85,10 +86,11 @@ class GroupWork(NamedTuple):
 
     Attributes:
       number: under which its rows are kept; no other group of the run has it.
-      place: in the ledger; None: a greedy completion or episode alone, which belongs to a group that has a place.
+      place: in the ledger; None: of an evaluation, or a greedy completion or episode of a group that has a place.
       prompt: of the group.
       weights: version of the weights that all replicas hold before it begins.
       baseline: whether its samples come with the greedy completion or episode of the prompt.
+      heldout: whether it is of an evaluation, which is written with `weights` alone.
     """
 
     number: int
@@ -96,6 +98,16 @@ class GroupWork(NamedTuple):
     prompt: GroupPrompt
     weights: int = 0
     baseline: bool = False
+    heldout: bool = False
+
+    def example(self, generation: Generation) -> Example:
+        """The prompt itself."""
+        prompts = generation.evaluation.heldout if self.heldout else generation.schedule.prompts
+        return prompts[self.prompt.index]
+
+    def sampling(self, generation: Generation) -> Sampling:
+        """Sampling of its samples."""
+        return generation.evaluation.sampling if self.heldout else generation.sampling
 
 
 def group_parts(work: GroupWork, sampling: Sampling) -> list[tuple[Sampling, list[int]]]:
@@ -106,7 +118,7 @@ def group_parts(work: GroupWork, sampling: Sampling) -> list[tuple[Sampling, lis
     """
     prompt = work.prompt
     greedy = baseline_sampling(sampling)
-    if work.place is None:
+    if work.place is None and not work.heldout:
         return [(greedy, prompt.seeds(1))]
     samples = sampling, prompt.seeds(sampling.samples)
     return [samples, (greedy, [prompt.baseline_seed])] if work.baseline else [samples]
@@ -114,12 +126,9 @@ def group_parts(work: GroupWork, sampling: Sampling) -> list[tuple[Sampling, lis
 
 async def write_work(generation: Generation, resident: ResidentEngine, work: GroupWork) -> list[WrittenSamples]:
     """Write and reward the parts of a group; see `write_group`."""
-    example = generation.schedule.prompts[work.prompt.index]
-    parts = group_parts(work, generation.sampling)
+    example = work.example(generation)
+    parts = group_parts(work, work.sampling(generation))
     return await asyncio.gather(*(write_group(generation, resident, example, *part) for part in parts))
-
-
-HELDOUT = (1 << 31) - 1  # number under which each replica keeps its rows of an evaluation
 
 
 def baseline_of(number: int) -> int:
@@ -190,6 +199,7 @@ class WrittenGroup(NamedTuple):
       problem: message of the `RewardError` that ends the run; None without one.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
+      texts: of a held-out prompt's completions, by their numbers among those of all.
       totals: rows on which a reward function failed, and totals of all rows as in `Rollout`; of a group `without_rows`.
     """
 
@@ -204,6 +214,7 @@ class WrittenGroup(NamedTuple):
     problem: str | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
+    texts: Mapping[int, HeldoutText] = {}
     totals: tuple[int, Totals, Totals] = (0, {}, {})
 
 
@@ -243,16 +254,22 @@ def describe_group(generation: Generation, written: Sequence[WrittenSamples], gr
         group = group._replace(baseline=written_rows(written[1].done, written[1].rows))
         switches = [*switches, *versions_of(written[1].rows)[1]]
     group = group._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
-    if group.work.place is None:
-        return group
-    batch, place = divmod(group.work.place, generation.schedule.batch)
-    if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
-        return group
     decode = generation.engine.decode
+    work = group.work
+    if work.heldout:
+        texts = heldout_texts(generation.evaluation, done.completions, decode, work.prompt.index)
+        group = group._replace(texts=texts)
+        is_shown = work.prompt.index < SHOWN_PROMPTS
+    else:
+        batch, place = divmod(-1 if work.place is None else work.place, generation.schedule.batch)
+        is_shown = batch >= 0 and place < SHOWN_PROMPTS and generation.shows(batch + 1)
+    if not is_shown:
+        return group
     names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
-    example = generation.schedule.prompts[group.work.prompt.index]
-    shown = shown_samples(done, rows, [example], generation.sampling.samples, decode=decode, names=names)
-    return group._replace(shown=shown)
+    samples = work.sampling(generation).samples
+    return group._replace(
+        shown=shown_samples(done, rows, [work.example(generation)], samples, decode=decode, names=names)
+    )
 
 
 def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
@@ -276,14 +293,6 @@ def own_fields(batch: Batch) -> tuple[dict[str, Value], dict[str, FieldKind]]:
     fields = as_dict(batch)
     kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(batch, name)).everywhere}
     return {name: fields[name] for name in kinds}, kinds
-
-
-def origins_of(number: int, owner: np.ndarray) -> np.ndarray:
-    """Number the rows of one group on each of their ranks, differently from the rows of all others."""
-    places = np.zeros(len(owner), dtype=np.int64)
-    for rank in np.unique(owner):
-        places[owner == rank] = np.arange((owner == rank).sum())
-    return (np.int64(number) << 32) + places
 
 
 def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -327,7 +336,8 @@ def without_rows(group: WrittenGroup) -> WrittenGroup:
 
 
 def plain_group(group: WrittenGroup) -> tuple[Any, ...]:
-    """A group as plain tuples, which are sent in a fraction of the time; see `group_of`."""
+    """A group without texts as plain tuples, which are sent in a fraction of the time; see `group_of`."""
+    group = group._replace(texts={})
     number, place, prompt, *further = group.work
     return (group.generator, (number, place, tuple(prompt), *further), *group[2:])
 
@@ -396,26 +406,15 @@ def joined_rows(joined: JoinedRows, mesh: Mesh, device: torch.device, samples: i
       joined, mesh, device: as of `joined_rollout`.
       samples: of a group.
     """
+    written = joined.written
     begins = np.cumsum(joined.counts) - joined.counts
     group_B = np.repeat(np.arange(len(joined.numbers)), joined.counts)
     origins = (joined.numbers[group_B] << 32) + np.arange(len(group_B)) - begins[group_B]
-    rows = remote_rows(joined.written, origins, mesh, device)
-    return in_batch(rows, torch.from_numpy(group_B).to(device), samples)
-
-
-def remote_rows(written: WrittenRows, origins: np.ndarray, mesh: Mesh, device: torch.device) -> Rows:
-    """Rows that other ranks have.
-
-    Args:
-      written: facts of the rows.
-      origins: [B] of the rows, as `origins_of` numbers them, by their groups.
-      mesh: of the ranks that have them.
-      device: of this rank.
-    """
     schema = (FIELDS | written.further).extended(ORIGIN)
     blank = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
     known = {name: torch.as_tensor(x).to(device) for name, x in {**written.fields, "origin": origins}.items()}
-    return rows_of(Batch(schema, **known, **blank), written.owner, mesh)
+    rows = rows_of(Batch(schema, **known, **blank), written.owner, mesh)
+    return in_batch(rows, torch.from_numpy(group_B).to(device), samples)
 
 
 def in_batch(rows: Rows, group_B: Tensor, samples: int) -> Rows:
@@ -466,7 +465,3 @@ def age_metrics(groups: Sequence[Mapping[int, int]], newest: int) -> dict[str, f
         return {}
     mean = sum((newest - version) * number for version, number in tokens.items()) / count
     return {"age/mean": mean, "age/max": float(newest - min(tokens))}
-
-
-# Metrics of an evaluation, some samples, and rows of the table of samples.
-HeldoutEvaluation = tuple[dict[str, float], Sequence[ShownSample], Sequence[EvalRow]]

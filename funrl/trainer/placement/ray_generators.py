@@ -28,12 +28,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import cloudpickle
 import numpy as np
-from torch import Tensor
 
 from funrl import trees
 from funrl.batch import map_kinds
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.run import episode_groups
 from funrl.kinds import Value
 from funrl.loading import load_files, loaded_files
 from funrl.mesh.collectives import from_first, from_first_rank, gather_objects
@@ -61,9 +59,7 @@ from funrl.trainer.placement.generate import ShowBuffer, write_logged
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import with_flags
-from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import write_group
-from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
+from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import Generation
@@ -76,8 +72,6 @@ FOLLOWER_S = 5.0  # in which a process that is gone is noticed
 
 _T = TypeVar("_T")
 SentJob = tuple[list[str], list[str], bytes]  # paths of imports, files with functions, and a pickled `RLJob`
-# Completions of a prompt and their rows; or the problem that ends the run.
-WrittenHeldout = tuple[Rollout, messages.GroupFields] | str
 
 
 class LoadOrder(NamedTuple):
@@ -182,6 +176,7 @@ class GeneratorActor:
         generation = generation_of(job, parts, {}, Clock(), self._notes)
         alone = Mesh(device=self._mesh.device)
         self._generation = generation._replace(engine=generation.engine._replace(mesh=alone, proof=None))
+        self._heldout = for_heldout(self._generation)
         self._engine = generator.engine
         self._engines = {"": generator.engine, **generator.further}
         self._serving = generator.serving
@@ -247,29 +242,17 @@ class GeneratorActor:
 
     async def write(self, work: messages.GroupWork) -> DeliveredGroup:
         """Write and reward a group."""
-        generation = self._generation
+        generation = self._heldout if work.heldout else self._generation
         written = await self._written(messages.write_work(generation, self._resident, work))
         group = messages.WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
         if isinstance(written, str):
             return DeliveredGroup(group._replace(problem=written))
         group = messages.describe_group(generation, written, group)
-        keeps = not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
+        keeps = work.place is None or not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
         numbers = (work.number, messages.baseline_of(work.number))
         rows = {number: row_bytes(part.rows) for number, part in zip(numbers, written, strict=False)}
         return DeliveredGroup(group, keeps, episodes, rows)
-
-    async def write_heldout(self, place: int) -> WrittenHeldout:
-        """Write and reward the samples of a held-out prompt."""
-        generation = for_heldout(self._generation)
-        heldout, sampling, _, seed, _ = generation.evaluation
-        example, first, seeds = episode_groups(heldout, sampling.samples, seed)[place]
-        written = await self._written(write_group(generation, self._resident, example, sampling, seeds))
-        if isinstance(written, str):
-            return written
-        done, rows, _ = written
-        numbered = [completion._replace(number=first + completion.number) for completion in done.completions]
-        return done._replace(completions=numbered), messages.GroupFields.of(rows.batch)
 
     async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Complete prompts greedily."""
@@ -370,9 +353,6 @@ class RayGenerators(GroupGenerators, Requests):
         self._sender = engine
         self._ray = engine.ray
         self._exchange = engine.exchange
-        self._alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
-        generation = for_heldout(generation)
-        self._evaluation = generation._replace(engine=generation.engine._replace(mesh=self._alone))
         self._answers: dict[int, LocalAnswer] = {}
         self._notes: list[str] = []
         self._replaced: dict[int, messages.WrittenGroup] = {}  # by place, which other prompts refill
@@ -454,15 +434,6 @@ class RayGenerators(GroupGenerators, Requests):
     def _write_episodes(self, folder: str, groups: Sequence[tuple[Sequence[int], int]]) -> LocalAnswer:
         return lambda: True, lambda _: write_logged(folder, groups, self._logged, Mesh())
 
-    def _begin_evaluation(self, version: int, step: int) -> LocalAnswer:
-        del version
-        count = len(self._evaluation.evaluation.heldout)
-        self._heldout = self._begin("write_heldout", [(place,) for place in range(count)]), step
-        return self._heldout[0], lambda _: None
-
-    def _end_evaluation(self, scores: Mapping[str, Tensor] | None = None) -> LocalAnswer:
-        return self._heldout[0], functools.partial(self._evaluated_by, scores)
-
     def _take_prompts(self, count: int = 1) -> int:
         self._positions += count
         return self._positions - count
@@ -509,7 +480,8 @@ class RayGenerators(GroupGenerators, Requests):
                 return
         self._keep_written(group)
         self._logged[work.number] = delivered.episodes
-        self._rows |= delivered.rows
+        if not work.heldout or self._rescore is not None:
+            self._rows |= delivered.rows
 
     def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
         """Fields of the rows that this rank trains, from the object store; see `GroupGenerators`."""
@@ -552,25 +524,3 @@ class RayGenerators(GroupGenerators, Requests):
             calls = [GeneratorCall(method, own, functools.partial(keep, n)) for n, own in enumerate(arguments)]
             self._link.begin(calls)
         return lambda: [values[n] for n in sorted(values)] if len(values) == len(arguments) else None
-
-    def _evaluated_by(
-        self, scores: Mapping[str, Tensor] | None, written: Sequence[WrittenHeldout]
-    ) -> messages.HeldoutEvaluation | messages.WrittenRows:
-        """End an evaluation whose completions are there, or have models score their rows first."""
-        groups = [group for group in written if not isinstance(group, str)]
-        if len(groups) < len(written):
-            raise RewardError(next(problem for problem in written if isinstance(problem, str)))
-        generation = self._evaluation
-        samples = generation.evaluation.sampling.samples
-        parts = [fields.rows(self._alone) for _, fields in groups]
-        done, rows = messages.join_groups([done._asdict() for done, _ in groups], parts, self._alone, samples=samples)
-        done = done._replace(completions=[completion for part, _ in groups for completion in part.completions])
-        if scores is not None:
-            del self._rows[messages.HELDOUT]
-            rows = rows.with_fields(**{name: x.to(self.mesh.device) for name, x in scores.items()})
-        elif self._rescore is not None:
-            self._rows[messages.HELDOUT] = row_bytes(rows)
-            return messages.written_rows(done, rows)
-        show = ShowBuffer()
-        metrics = heldout_metrics(generation, done, rows, show, self._heldout[1])
-        return metrics, show.kept, show.table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from funrl.data.prompts import Example
 from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
 from funrl.rewards.answers import final_answer
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, mean_over_samples, sample_counts
-from funrl.trainer.sources.generation import Rollout, completion_texts, first_texts
+from funrl.trainer.sources.generation import Rollout, completion_texts
 from funrl.trainer.steps.step_rows import Rows
 
 TABLE_ROWS = 256  # rows of the table whose texts are in memory at a time
@@ -43,6 +44,18 @@ class PromptEvaluation(NamedTuple):
     solved: Callable[[Tensor], Tensor | None] | None = None
     seed: int = EVAL_SEED
     table_prompts: int | None = 32
+
+
+class HeldoutText(NamedTuple):
+    """Text of a completion of a held-out prompt.
+
+    Attributes:
+      answer: that majority votes compare.
+      text: the whole of it; "" of a prompt that the table of samples does not show.
+    """
+
+    answer: str
+    text: str
 
 
 class EvalRow(NamedTuple):
@@ -92,24 +105,52 @@ class Evaluated(NamedTuple):
     parts: Sequence[Mapping[str, float]]
 
 
+def table_places(evaluation: PromptEvaluation) -> list[int]:
+    """Places of the held-out prompts that the table of samples shows, spread evenly over all."""
+    count = len(evaluation.heldout)
+    most = count if evaluation.table_prompts is None else min(count, evaluation.table_prompts)
+    return list(range(count)) if most == count else np.linspace(0, count - 1, most).astype(int).tolist()
+
+
+def heldout_texts(
+    evaluation: PromptEvaluation, completions: Sequence[Any], decode: Callable[[list[int]], str], first: int = 0
+) -> dict[int, HeldoutText]:
+    """Texts of completions by their numbers, as far as votes or the table read them.
+
+    Args:
+      completions: or transcripts of episodes.
+      decode: token ids -> text.
+      first: place of the prompt of the completion of number 0.
+    """
+    samples = evaluation.sampling.samples
+    shown = frozenset(table_places(evaluation))
+    numbered = [(first * samples + completion.number, completion.written) for completion in completions]
+    read = [(n, written) for n, written in numbered if samples >= FEWEST_VOTES or n // samples in shown]
+    before = [evaluation.heldout[n // samples].tokens[-1] for n, _ in read]
+    texts = completion_texts([written for _, written in read], decode, before)
+    return {
+        n: HeldoutText(final_answer(text), text if n // samples in shown else "")
+        for (n, _), text in zip(read, texts, strict=True)
+    }
+
+
 def evaluated(
-    examples: Sequence[Example],
+    evaluation: PromptEvaluation,
     done: Rollout,
     rows: Rows,
-    solved: Callable[[Tensor], Tensor | None] | None,
-    decode: Callable[[list[int]], str],
+    texts: Mapping[int, HeldoutText],
     names: Sequence[str] = (),
 ) -> Evaluated:
     """Evaluate completions and their rewards. Collective.
 
     Args:
-      examples: P prompts.
+      evaluation: of P prompts.
       done: N completions of each.
       rows: of them, with all rewards.
-      solved: as in `PromptEvaluation`.
-      decode: token ids -> text.
+      texts: of this rank's completions.
       names: of the rewards.
     """
+    solved = evaluation.solved
     score_R = rows.batch.get("score")
     scores_RK = rows.batch.get("scores")
     right_R = None if solved is None or scores_RK is None else solved(scores_RK.double())
@@ -122,35 +163,30 @@ def evaluated(
         scored_R = x_R if unscored_R is None else torch.where(unscored_R.to(x_R.device), math.nan, x_R)
         return scored_R.cpu().numpy().reshape(shape)
 
-    shape = (len(examples), -1)
+    shape = (len(evaluation.heldout), -1)
     correct_PN = by_prompt(right_R)
     return Evaluated(
         by_prompt(score_R),
         correct_PN,
-        {} if correct_PN is None else _votes(examples, done, correct_PN, decode=decode),
+        {} if correct_PN is None else _votes(texts, correct_PN, done.mesh),
         tokens_PN=done.lengths.cpu().numpy().reshape(shape),
         finished_PN=done.finished.cpu().numpy().reshape(shape),
         parts=parts_of_scores(names, rows, range(len(done.lengths))),
     )
 
 
-def _votes(
-    examples: Sequence[Example], done: Rollout, correct_PN: np.ndarray, decode: Callable[[list[int]], str]
-) -> dict[int, np.ndarray]:
+def _votes(texts: Mapping[int, HeldoutText], correct_PN: np.ndarray, mesh: Mesh) -> dict[int, np.ndarray]:
     """Verdicts on the most frequent answers, each computed by the rank that holds the prompt's samples."""
     samples = correct_PN.shape[1]
     counts = [k for k in sample_counts(samples) if k >= FEWEST_VOTES]
     if not counts:
         return {}
-    verdict_PK = np.zeros((len(examples), len(counts)))
-    before = [examples[completion.number // samples].tokens[-1] for completion in done.completions]
-    texts = completion_texts([completion.written for completion in done.completions], decode, before)
-    answers = [final_answer(text) for text in texts]
-    for first in range(0, len(done.completions), samples):
-        prompt = done.completions[first].number // samples
-        own = answers[first : first + samples]
-        verdict_PK[prompt] = [majority_at(own, correct_PN[prompt], k) for k in counts]
-    summed = collectives.psum(torch.from_numpy(verdict_PK).to(done.mesh.device), done.mesh, done.mesh.row_axes)
+    verdict_PK = np.zeros((len(correct_PN), len(counts)))
+    for first in (number for number in texts if number % samples == 0):
+        own = [texts[number].answer for number in range(first, first + samples)]
+        correct_N = correct_PN[first // samples]
+        verdict_PK[first // samples] = [majority_at(own, correct_N, k) for k in counts]
+    summed = collectives.psum(torch.from_numpy(verdict_PK).to(mesh.device), mesh, mesh.row_axes)
     return dict(zip(counts, summed.cpu().numpy().T, strict=True))
 
 
@@ -229,34 +265,26 @@ def source_names(examples: Sequence[Example]) -> Callable[[Example], str]:
 
 
 def table_of(
-    scores: Evaluated,
-    examples: Sequence[Example],
-    done: Rollout,
-    decode: Callable[[list[int]], str],
-    step: int,
-    prompts: int | None,
+    scores: Evaluated, evaluation: PromptEvaluation, texts: Mapping[int, HeldoutText], mesh: Mesh, step: int
 ) -> Iterator[list[EvalRow]]:
     """Yield the table of samples, up to `TABLE_ROWS` rows at a time. Collective.
 
     Args:
+      texts: of this rank's completions.
+      mesh: of the ranks that have them.
       step: number of training steps before it.
-      prompts: bound on the prompts shown, spread evenly over all; None: all.
     """
     samples = scores.tokens_PN.shape[1]
-    count = len(examples)
-    places = np.arange(count) if prompts is None or count <= prompts else np.linspace(0, count - 1, prompts).astype(int)
-    numbers = (places[:, None] * samples + np.arange(samples)).flatten().tolist()
+    numbers = [place * samples + n for place in table_places(evaluation) for n in range(samples)]
     for begin in range(0, len(numbers), TABLE_ROWS):
         part = numbers[begin : begin + TABLE_ROWS]
-        texts = first_texts(done, part, decode, before=[examples[n // samples].tokens[-1] for n in part])
-        yield [
-            _row(scores, examples, n, samples=samples, text=text, step=step)
-            for n, text in zip(part, texts, strict=True)
-        ]
+        own = {number: texts[number] for number in part if number in texts}
+        everywhere = ChainMap(*collectives.gather_objects(own, mesh))
+        yield [_row(scores, evaluation.heldout, n, text=everywhere[n], step=step) for n in part]
 
 
-def _row(scores: Evaluated, examples: Sequence[Example], number: int, samples: int, text: str, step: int) -> EvalRow:
-    place, sample = divmod(number, samples)
+def _row(scores: Evaluated, examples: Sequence[Example], number: int, text: HeldoutText, step: int) -> EvalRow:
+    place, sample = divmod(number, scores.tokens_PN.shape[1])
 
     def value_of(values_PN: Any) -> Any:
         value = None if values_PN is None else values_PN[place, sample].item()
@@ -269,8 +297,8 @@ def _row(scores: Evaluated, examples: Sequence[Example], number: int, samples: i
         examples[place].source,
         sample,
         prompt=examples[place].text,
-        completion=text,
-        answer=final_answer(text),
+        completion=text.text,
+        answer=text.answer,
         reward=value_of(scores.reward_PN),
         correct=None if correct is None else correct > 0,
         tokens=value_of(scores.tokens_PN),
