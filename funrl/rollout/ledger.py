@@ -81,6 +81,11 @@ class LedgerRule(NamedTuple):
         """True where refills wait until the batch is written, so that they do not depend on timing."""
         return self.scores or not self.staleness
 
+    @property
+    def filters(self) -> bool:
+        """True where the filter sees each group once it is written, and another prompt refills its place at once."""
+        return self.prompts > 1 and not self.rounds
+
     def least_version(self, place: int) -> int:
         """Version that a runner holds before a place begins, floor(i / P - S); below 0: any.
 

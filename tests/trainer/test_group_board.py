@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from funrl.mesh.pools import channel
 from funrl.trainer.placement import board
-from funrl.trainer.placement.board import AGAIN, GroupBoard
+from funrl.trainer.placement.board import AGAIN, HELDOUT, GroupBoard
 from funrl.trainer.placement.messages import GroupPrompt, GroupWork, WrittenGroup
 
 
@@ -108,12 +108,23 @@ def test_versions_that_nobody_asks_for_leave_the_store(store, monkeypatch):
     counts = []
     for version in range(4, 14):
         replica.hold(version)
-        assert replica.take_replacement(version - 4) == 0
         assert replica.holds(version)
         counts.append(store.num_keys())
     assert counts[3:] == [counts[3]] * 7
 
 
-def test_nobody_else_gets_a_prompt():
-    trainer, replica = GroupBoard(1), GroupBoard(1)
-    assert (trainer.take_prompt(8), replica.take_prompt(), trainer.take_prompt()) == (0, 8, 9)
+def test_held_out_prompts_come_first_and_say_which_weights_they_need():
+    trainer, replicas = GroupBoard(2), [GroupBoard(2, owner) for owner in range(2)]
+    prompt = GroupPrompt(0, 0, 0)
+    trainer.ask([GroupWork(0, 0, prompt, weights=1)])
+    assert [replica.evaluated() for replica in replicas] == [None, None]
+    for replica in replicas:
+        replica.hold(1)
+    trainer.ask([GroupWork(number, None, prompt, weights=2, heldout=True) for number in (1, 2, 3)], HELDOUT)
+    assert [replica.evaluated() for replica in replicas] == [2, 2]
+    assert replicas[0].next_group().number == 0, "its weights are not everywhere"
+    for replica in replicas:
+        replica.hold(2)
+    assert [replica.next_group().number for replica in replicas] == [1, 2]
+    assert replicas[1].evaluated() == 2 and replicas[0].evaluated() is None, "another one begins the last one"
+    assert replicas[1].next_group().number == 3 and replicas[1].evaluated() is None

@@ -1,5 +1,7 @@
 """Groups as the trainer ranks take them: what a resumed run begins again."""
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -127,14 +129,50 @@ def test_a_resumed_run_begins_with_the_group_that_others_overtook():
     assert [work.place for work in asked(GroupBoard(1, 1))] == list(range(16, 20))
 
 
-def test_what_a_replica_has_refilled_counts_in_the_budget_of_its_batch():
+def test_other_prompts_refill_what_the_filter_drops_as_the_budget_of_a_batch_allows():
     generators = new_generators(prompts=2)
     generators.begin_step(1, 0, 5)
-    dropped = [DroppedPrompt(position, 0, {}, {}) for position in (1, 4, 5)]
-    deliver(asked(new_replica())[1], dropped=dropped)
-    generators._deliver(generators._board.next_delivery())
-    assert generators.ledger.refilled == {0: 3} and generators.ledger.written == [1]
-    assert generators.ledger.counts == {"begun": 8 + 3, "refilled": 3}
+    replica = new_replica()
+    first = asked(replica)
+    assert places_and_prompts(first) == [(place, place) for place in range(8)]
+    written = WrittenRows({"entries": {"x": (1.0, 2)}, "episodes": {}}, np.zeros(0), {}, {}, {})
+    dropped = WrittenGroup(0, first[1], written, {}, (), 0.5, keeps=False)
+    for position in range(8, 12):
+        replica.deliver(dropped)
+        generators._take_deliveries()
+        (work,) = asked(replica)
+        (prompt,) = prompts_at(PromptSchedule(PROMPTS, 4), [position], [position])
+        assert (work.place, work.prompt) == (1, prompt)
+        dropped = dropped._replace(work=work)
+    assert generators.ledger.refilled == {0: 4} and generators.ledger.written == []
+    replica.deliver(dropped)  # the batch has had as many as it may
+    replica.deliver(dropped._replace(work=first[5]))
+    generators._take_deliveries()
+    assert places_and_prompts(asked(replica)) == [(5, 12)], "of the next batch"
+    assert generators.ledger.written == [1] and generators.ledger.refilled == {0: 4, 1: 1}
+    assert generators.ledger.counts == {"begun": 8 + 5, "refilled": 5}
+    (kept,) = generators._written.values()
+    assert kept.dropped == [DroppedPrompt(n, 0, {"x": (1.0, 2)}, {}) for n in (1, 8, 9, 10)] and kept.waited_s == 2.5
+    replaced = [first[1].number, *range(8, 11), first[5].number]
+    assert generators._unlogged == replaced and generators._released[::2] == replaced
+
+
+def test_places_are_refilled_while_the_program_does_something_else():
+    generators = new_generators(prompts=2)
+    generators.begin_step(1, 0, 5)
+    replica = new_replica()
+    (first, *_) = asked(replica)
+    thread = threading.Thread(target=generators.refill_beside)
+    thread.start()
+    replica.deliver(WrittenGroup(0, first, EMPTY, {}, (), 0.0, keeps=False))
+    limit = time.monotonic() + 60
+    while not (works := asked(replica)) and time.monotonic() < limit:
+        time.sleep(0.001)
+    assert places_and_prompts(works) == [(0, 8)]
+    replica.deliver(WrittenGroup(0, works[0]._replace(place=99), EMPTY, {}, (), 0.0))  # no place of the run
+    thread.join(60)
+    with pytest.raises(KeyError, match="99"):
+        generators._collected([])
 
 
 def test_a_resumed_run_begins_with_the_prompts_that_were_passed_over():
@@ -145,7 +183,7 @@ def test_a_resumed_run_begins_with_the_prompts_that_were_passed_over():
     generators.begin_step(3, 8, 5)
     works = asked(new_replica())
     assert [work.prompt.position for work in works] == [5, 8, *range(10, 16)]
-    assert GroupBoard(1).take_prompt() == 16
+    assert generators._positions == 16
     assert works[2].prompt == prompts_at(PromptSchedule(PROMPTS, 4), [10], [10])[0]
     assert generators.saved({"prompts_consumed": 8})["left"].tolist() == [5, 8]
     generators.ledger.use_prompts([5, 12, 10])
@@ -176,22 +214,6 @@ def test_groups_have_the_prompts_that_weights_chose():
     works = asked(new_replica())
     assert places_and_prompts(works) == list(enumerate(generators.chosen.positions.tolist()))
     assert all(work.prompt.index % 3 == 0 and work.prompt.number == 0 for work in works)
-
-
-def test_replicas_share_the_replacements_of_a_batch():
-    generators = new_generators(prompts=2, staleness=0.5)
-    generators.begin_step(1, 0, 5)
-    writers = [GroupWriter.__new__(GroupWriter) for _ in range(2)]
-    generation = SimpleNamespace(schedule=PromptSchedule(PROMPTS, 4))
-    for owner, writer in enumerate(writers):
-        board = GroupBoard(1, owner)
-        writer.__dict__ |= {"_board": board, "_rule": generators._rule, "_generation": generation}
-    works = asked(new_replica())
-    assert places_and_prompts(works) == [(place, place) for place in range(6)]
-    further = [writer._replace(works[1]) for writer in (writers[0], *writers * 2)]
-    assert places_and_prompts(further[:4]) == [(1, position) for position in range(6, 10)] and further[4] is None
-    again = writers[0]._replace(works[5])
-    assert again == works[5]._replace(prompt=prompts_at(generation.schedule, [10], [10])[0]), "of the next batch"
 
 
 def test_what_the_trainer_asks_for_again_comes_first():

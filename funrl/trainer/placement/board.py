@@ -4,7 +4,6 @@
     --------------------                     -----                      -------------------
     ask([GroupWork, ...])              --> queues of groups ----------> next_group() -> GroupWork
     next_delivery() -> WrittenGroup    <-- [b] facts of its rows ------ deliver(WrittenGroup)
-    take_prompt() -> position          <-- counters of the run -------> take_prompt(), take_replacement(batch)
     holds(version)                     <-- count of replicas ---------- hold(version)
 
 The trainer asks for every group as soon as the ledger lets its place begin. A replica with room takes the next one that
@@ -29,7 +28,6 @@ GROUPS_KEY = "funrl/groups"
 WORK_KEY = f"{GROUPS_KEY}/work"
 DELIVERED_KEY = f"{GROUPS_KEY}/delivered"
 HELD_KEY = f"{GROUPS_KEY}/held"
-REPLACED_KEY = f"{GROUPS_KEY}/replaced"
 KEPT_VERSIONS = 1000  # below the newest one, which replicas may still ask for: many more than --staleness
 ANY_REPLICA = "any"  # queue of groups that any replica with room takes
 READ_AT_ONCE = 256  # deliveries, at most
@@ -68,14 +66,6 @@ class GroupBoard:
         if version > self._everywhere and run_store().add(f"{HELD_KEY}/{version}", 0) == self.replicas:
             self._everywhere = version
         return version <= self._everywhere
-
-    def take_prompt(self, count: int = 1) -> int:
-        """Position of a prompt that nobody else gets, where a filter may drop some.
-
-        Args:
-          count: of the prompts that are taken.
-        """
-        return run_store().add(f"{GROUPS_KEY}/prompts", count) - count
 
     # the side that trains
 
@@ -136,12 +126,6 @@ class GroupBoard:
             return None
         (work,) = take_values([f"{key}/{self._claims.pop(queue)}"])
         return work
-
-    def take_replacement(self, batch: int) -> int:
-        """Number of prompts that were replaced in a batch before, by all replicas; counts another one."""
-        store = run_store()
-        store.delete_key(f"{REPLACED_KEY}/{batch - KEPT_VERSIONS}")
-        return store.add(f"{REPLACED_KEY}/{batch}", 1) - 1
 
     def hold(self, version: int) -> None:
         """Record that this replica generates with a version from now on. Called once for each version."""

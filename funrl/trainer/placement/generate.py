@@ -50,7 +50,6 @@ from funrl.trainer.placement.messages import (
     describe_group,
     group_parts,
     own_fields,
-    prompts_at,
     split_origins,
     write_work,
 )
@@ -59,11 +58,10 @@ from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.group_rows import WrittenSamples
 from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.observing import ShownSample
-from funrl.trainer.sources.selection import filter_samples
-from funrl.trainer.sources.source import DroppedPrompt, Generation
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Generator
-from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
+from funrl.trainer.steps.step_rows import Rows, join_rows, take
 from funrl.trainer.storage.shard_server import CheckpointError
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
@@ -152,11 +150,6 @@ class ReplicaStep(NamedTuple):
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
 
-# A group with the prompt that it has at the end, its samples, its greedy completion or episode if it has one, and the
-# prompts before it in this place.
-GroupResult = tuple[GroupWork, Sequence[WrittenSamples], Sequence[DroppedPrompt]]
-
-
 class GroupWriter:
     """Writer of the groups of this rank's replica, which serves the trainer ranks meanwhile.
 
@@ -205,7 +198,7 @@ class GroupWriter:
         self._rule = ledger_rule(job, generation)
         self._scored = bool(scorers_of(job.settings))  # models on the trainer ranks score completions
         self._loop = asyncio.new_event_loop()
-        self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
+        self._tasks: dict[GroupWork, asyncio.Task[Sequence[WrittenSamples]]] = {}
         self._held: dict[int, Rows] = {}
         self.logged: dict[int, list[LoggedEpisode]] = {}
         self._reported: int | None = None  # the newest version that the others know of
@@ -418,20 +411,20 @@ class GroupWriter:
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""
-        ended = [begun for begun, task in self._tasks.items() if task.done()]
+        ended = [work for work, task in self._tasks.items() if task.done()]
         kept: dict[int, GroupFields] = {}
-        for begun in ended:
-            task = self._tasks.pop(begun)
+        for work in ended:
+            task = self._tasks.pop(work)
             try:
-                work, parts, dropped = task.result()
+                parts = task.result()
             except (RewardError, RunEndingError) as error:
-                self._board.deliver(self._group(begun, problem=str(error)))
+                self._board.deliver(self._group(work, problem=str(error)))
                 continue
             numbers = (work.number, baseline_of(work.number))
             if not work.heldout or self._scored:
                 kept |= {n: GroupFields.of(part.rows.batch) for n, part in zip(numbers, parts, strict=False)}
-            group = describe_group(self._generation_of(work), parts, self._group(work))
-            self._board.deliver(group._replace(dropped=dropped))
+            generation = self._generation_of(work)
+            self._board.deliver(describe_group(generation, parts, self._group(work), filters=self._rule.filters))
         return kept
 
     def _generation_of(self, work: GroupWork) -> Generation:
@@ -445,35 +438,11 @@ class GroupWriter:
         notes = self._notes.take().notes
         return WrittenGroup(self._board.owner, work, None, {}, (), waited_s, notes=notes, problem=problem)
 
-    async def _write(self, resident: ResidentEngine, work: GroupWork) -> GroupResult:
-        """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
-
-        Raises:
-          RewardError, RunEndingError: the run ends.
-        """
-        generation = self._generation_of(work)
-        filters = work.place is not None and self._rule.prompts > 1 and not self._rule.rounds
-        dropped: list[DroppedPrompt] = []
-        while True:
-            parts = await write_work(generation, resident, work)
-            self.logged[work.number] = [episode for part in parts for episode in part.episodes]
-            done, rows, _ = parts[0]
-            replacement = None
-            if filters and not filter_samples(generation, rows, 1).any():
-                replacement = self._replace(work)
-            if replacement is None:
-                return work, parts, dropped
-            dropped.append(DroppedPrompt(work.prompt.position, failed_rows(rows), done.entries, done.episodes))
-            work = replacement
-
-    def _replace(self, work: GroupWork) -> GroupWork | None:
-        """The same place with the next prompt of the order; None: its batch has had as many as it may."""
-        assert work.place is not None
-        if self._board.take_replacement(work.place // self._rule.places) >= self._rule.refills:
-            return None
-        position = self._board.take_prompt()
-        (prompt,) = prompts_at(self._generation.schedule, [position], [position])
-        return work._replace(prompt=prompt)
+    async def _write(self, resident: ResidentEngine, work: GroupWork) -> Sequence[WrittenSamples]:
+        """Write and reward a group. Raises: RewardError, RunEndingError: the run ends."""
+        parts = await write_work(self._generation_of(work), resident, work)
+        self.logged[work.number] = [episode for part in parts for episode in part.episodes]
+        return parts
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:

@@ -12,6 +12,7 @@ else they are of later batches too.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, MethodCall, ProgressLimit, wait_until
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.mesh.pools.transfer import TransferGroup, WeightSender
-from funrl.processes.heartbeat import beat, entered, left
+from funrl.processes.heartbeat import beat, beside_the_program, entered, left
 from funrl.rewards.call import RewardError
 from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.remote.engine import RemoteEngine
@@ -70,6 +71,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
 
+REFILL_S = 0.02  # between two looks for groups that the filter drops, while the trainer does something else
 GENERATORS = 0  # owner of all places in the ledger: a generator rank that is lost ends the run
 
 
@@ -130,8 +132,9 @@ class GroupGenerators:
 
     Attributes:
       early: whether rows come as soon as they are written, and not when the batch is complete.
-      refills: whether replicas replace prompts that the filter drops; else the trainer ranks do, in rounds.
+      refills: whether prompts that the filter drops are replaced at once; else the trainer ranks do it in rounds.
       step: that the next rows are for.
+      changed: lock of the ledger and of the groups, which a thread may change beside the program.
       ledger: of the run; None: before the first step, and on ranks other than the first.
       weighed: whether weights choose the prompts of batches ahead; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
@@ -180,6 +183,11 @@ class GroupGenerators:
         self._fixed = generation.engine.queue == "fixed" and not self.ahead
         if self.ahead:
             engine.held = self._board.holds
+        self.changed = threading.Condition()
+        self._closed = threading.Event()
+        self._fault: BaseException | None = None  # of the thread
+        self._replaced: dict[int, WrittenGroup] = {}  # by place, which other prompts refill
+        self._positions = 0  # of prompts that are taken
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
         self._failed: WrittenGroup | None = None  # the first that ends the run
         self._counts: dict[str, float] = {}  # metrics of places in the newest step
@@ -220,36 +228,45 @@ class GroupGenerators:
         self._waited_s = 0.0
         if self.mesh.rank != 0:
             return
-        if self.ledger is None:
-            places = self._rule.places
-            overtaken = self.places["overtaken"].tolist()
-            self.ledger = Ledger.restored(self._rule, steps * places, version=step - 1, overtaken=overtaken)
-            self.ledger.prompts = position
-            self.ledger.passed = self.places["left"].tolist()
-            self._left = list(self.ledger.passed)
-            self._take_prompts(position + len(self._left))
-            self._first = position - (step - 1) * places
-        if self.ahead:
-            self._ask_places(self.ledger)
+        with self.changed:
+            ledger = self.ledger = self.ledger or self._restored_ledger(step, position, steps)
+            if self.ahead:
+                self._ask_places(ledger)
+
+    def _restored_ledger(self, step: int, position: int, steps: int) -> Ledger:
+        """The ledger before the first step of a run or of a resumed one. Args: as of `begin_step`."""
+        places = self._rule.places
+        overtaken = self.places["overtaken"].tolist()
+        ledger = Ledger.restored(self._rule, steps * places, version=step - 1, overtaken=overtaken)
+        ledger.prompts = position
+        ledger.passed = self.places["left"].tolist()
+        self._left = list(ledger.passed)
+        self._positions = position + len(self._left)
+        self._first = position - (step - 1) * places
+        return ledger
 
     def end_step(self) -> None:
         """Take the batch of a step, on which the filter has decided. Collective."""
         self._released += [baseline_of(number) for numbers, _ in self._rounds for number in numbers]
         if self.ledger is not None:
-            if self._rule.scores:
-                self.ledger.score(self._places_of(self._lost))
-            taken = self.ledger.take()
-            if taken is None:
-                raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
-            for place in taken:
-                del self._numbers[place]
-            overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
-            self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
-            events = ("begun", "lost", "refilled", "taken")
-            self._counts = {f"places/{name}": self.ledger.counts[name] for name in events}
-            self._counts["places/ahead"] = len(self.ledger.written)
-            self.ledger.counts.clear()
+            with self.changed:
+                self._take_batch(self.ledger)
         self.places, self._counts = from_first_rank((self.places, self._counts), self.mesh)
+
+    def _take_batch(self, ledger: Ledger) -> None:
+        """Take the batch of the step, and read what has happened to places."""
+        if self._rule.scores:
+            ledger.score(self._places_of(self._lost))
+        taken = ledger.take()
+        if taken is None:
+            raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(ledger.batch)}")
+        for place in taken:
+            del self._numbers[place]
+        overtaken = torch.tensor(ledger.taken_in_window, dtype=torch.bool)
+        self.places = {"overtaken": overtaken, "left": torch.tensor(ledger.passed, dtype=torch.int64)}
+        self._counts = {f"places/{name}": ledger.counts[name] for name in ("begun", "lost", "refilled", "taken")}
+        self._counts["places/ahead"] = len(ledger.written)
+        ledger.counts.clear()
 
     def saved(self, state: trees.Tree) -> trees.Tree:
         """The source's state with what a resumed run needs to know of the groups: places, and prompts chosen ahead."""
@@ -325,9 +342,10 @@ class GroupGenerators:
         """
         if self.ledger is None or not (lost or prompts):
             return ()
-        if lost:
-            self.ledger.refill(self._places_of(lost))
-        return self._ask_places(self.ledger, prompts, AGAIN if lost else ANY_REPLICA)
+        with self.changed:
+            if lost:
+                self.ledger.refill(self._places_of(lost))
+            return self._ask_places(self.ledger, prompts, AGAIN if lost else ANY_REPLICA)
 
     def _ask_places(self, ledger: Ledger, prompts: Sequence[GroupPrompt] = (), queue: str = ANY_REPLICA) -> list[int]:
         """Ask for the groups of all places that may begin; returns their numbers."""
@@ -349,8 +367,8 @@ class GroupGenerators:
         if self._rule.prompts > 1:
             positions, self._left = self._left[: len(places)], self._left[len(places) :]
             if count := len(places) - len(positions):
-                first = self._take_prompts(count)
-                positions += range(first, first + count)
+                positions += range(self._positions, self._positions + count)
+                self._positions += count
         elif self.weighed:
             chosen = self.chosen.positions.tolist()
             positions = [chosen[place - ledger.version * size] for place in places]
@@ -359,10 +377,6 @@ class GroupGenerators:
         by_batch = self._rule.prompts == 1 and not self.weighed  # with the seeds of a batch that is written at once
         firsts = [p - place % size for p, place in zip(positions, places, strict=True)] if by_batch else positions
         return prompts_at(self._generation.schedule, positions, firsts)
-
-    def _take_prompts(self, count: int = 1) -> int:
-        """Position of the first of some prompts, which nobody else gets."""
-        return self._board.take_prompt(count)
 
     def _works(self, places: Sequence[int | None], prompts: Sequence[GroupPrompt]) -> list[GroupWork]:
         """Groups of places with prompts, to be written with the newest weights."""
@@ -429,9 +443,10 @@ class GroupGenerators:
         """Have replicas evaluate the newest weights beside their groups; see `RemoteGenerators`."""
         heldout, _, _, seed, _ = self._generation.evaluation
         prompts = [GroupPrompt(number, seed, number) for number in range(len(heldout))]
-        works = [work._replace(heldout=True) for work in self._works([None] * len(prompts), prompts)]
-        if self.mesh.rank == 0:
-            self._ask(works, HELDOUT)
+        with self.changed:
+            works = [work._replace(heldout=True) for work in self._works([None] * len(prompts), prompts)]
+            if self.mesh.rank == 0:
+                self._ask(works, HELDOUT)
         return lambda: self._evaluated(step, [work.number for work in works])
 
     def _evaluated(self, step: int, numbers: Sequence[int]) -> dict[str, float]:
@@ -502,7 +517,8 @@ class GroupGenerators:
         return self._counts | waits | age_metrics([group.tokens for group in groups], self.engine.version or 0) | sent
 
     def close(self) -> None:
-        """Wait for the last transfer of weights."""
+        """End the thread, and wait for the last transfer of weights."""
+        self._closed.set()
         if self.engine.sender is not None:
             self.engine.sender.wait()
 
@@ -525,8 +541,9 @@ class GroupGenerators:
           origins: [B] of the rows.
           to, mesh: as of `move`.
         """
-        released, self._released = self._released, []
-        unlogged, self._unlogged = self._unlogged, []
+        with self.changed:
+            released, self._released = self._released, []
+            unlogged, self._unlogged = self._unlogged, []
         way = rows.lengths, rows.owner, to
         number = self.requests.post(MethodCall("send_groups", (origins, way, released, unlogged)))
         own = receive_rows(*own_fields(rows.batch), Handover(*way, source=rows.mesh, target=mesh))
@@ -587,10 +604,9 @@ class GroupGenerators:
         end = time.monotonic() + PROGRESS_S
 
         def results() -> list[Any]:
-            while (group := self._board.next_delivery()) is not None:
-                self._deliver(group)
-                beat()
-            result = look()
+            with self.changed:
+                self._take_deliveries()
+                result = look()
             return [result] if result is not None or time.monotonic() > end else []
 
         return wait_until(results, 1, limit)[0]
@@ -612,23 +628,42 @@ class GroupGenerators:
             return None
         return {number: self._written.pop(number) for number in numbers}
 
-    def _keep_written(self, group: WrittenGroup) -> None:
-        self._written[group.work.number] = group
+    def refill_beside(self) -> None:
+        """Refill places while the program does something else, on the first rank; a thread runs it."""
+        with beside_the_program():
+            while not self._closed.wait(REFILL_S) and self._fault is None:
+                with self.changed:
+                    try:
+                        self._take_deliveries()
+                    except BaseException as error:  # raised where the program looks for groups
+                        self._fault = error
+
+    def _take_deliveries(self) -> None:
+        """Note all groups that replicas have delivered. Under the lock."""
+        if self._fault is not None:
+            raise self._fault
+        while (group := self._board.next_delivery()) is not None:
+            place = group.work.place
+            if place is not None and group.problem is None and self.ledger is not None:
+                self.ledger.deliver(GENERATORS, place, self.ledger.places[place].attempt)
+            self._keep_written(group)
+            beat()
+
+    def _keep_written(self, group: WrittenGroup) -> bool:
+        """Keep a group whose place the ledger knows to be written; False: another prompt refills it. Under the lock."""
+        number, place, *_ = group.work
+        if place is not None:
+            group = in_place_of(self._replaced.pop(place, None), group)
+            if self.refills and not group.keeps and self.ledger is not None and self.ledger.refill([place]):
+                self._replaced[place] = without_rows(group)
+                self._released += [number, baseline_of(number)]
+                self._unlogged.append(number)
+                self._ask_places(self.ledger, queue=AGAIN)
+                return False
+        self._written[number] = group
         if group.problem is not None:
             self._failed = self._failed or group
-
-    def _deliver(self, group: WrittenGroup) -> None:
-        """Note a delivered group."""
-        self._keep_written(group)
-        place = group.work.place
-        ledger = self.ledger
-        if place is None or group.problem is not None or ledger is None:
-            return
-        for _ in group.dropped:  # by other prompts the replica has refilled the place
-            ledger.deliver(GENERATORS, place, ledger.places[place].attempt)
-            ledger.refill([place])
-            ledger.begin(GENERATORS, [place], ledger.version)
-        ledger.deliver(GENERATORS, place, ledger.places[place].attempt)
+        return True
 
 
 # Makes a client for an engine through which weights go.
@@ -643,6 +678,8 @@ def sending_client(
     engine.sender = WeightSender(engine.requests.mesh, engine.weights.mesh.world, group, patches=patches)
     generators = GroupGenerators(job, engine, generation, show)
     engine.ahead = generators.ahead
+    if engine.requests.mesh.rank == 0 and ledger_rule(job, generation).filters:
+        threading.Thread(target=generators.refill_beside, name="refills", daemon=True).start()
     return generators
 
 

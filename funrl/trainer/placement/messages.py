@@ -30,6 +30,7 @@ from funrl.trainer.sources.group_rows import WrittenSamples, write_group
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.prompts import BASELINE_SEED, baseline_sampling
+from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
 
@@ -197,6 +198,7 @@ class WrittenGroup(NamedTuple):
       shown: its first sample, where samples are shown.
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
+      keeps: whether the filter keeps some of its rows, where it sees each group by itself.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
       texts: of a held-out prompt's completions, by their numbers among those of all.
@@ -212,6 +214,7 @@ class WrittenGroup(NamedTuple):
     shown: Sequence[ShownSample] = ()
     notes: Sequence[str] = ()
     problem: str | None = None
+    keeps: bool = True
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
     texts: Mapping[int, HeldoutText] = {}
@@ -240,15 +243,20 @@ class GroupFields(NamedTuple):
         return rows_of(Batch(FIELDS | self.further if self.further else FIELDS, **fields), mesh=mesh)
 
 
-def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
+def describe_group(
+    generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup, *, filters: bool
+) -> WrittenGroup:
     """Add the facts of what was written to a group, and its first sample if its step shows it.
 
     Args:
       generation: of the replica.
       written: its samples; and its greedy completion or episode, if it has one.
       group: without rows.
+      filters: whether the filter sees each group by itself.
     """
     done, rows, _ = written[0]
+    if filters and group.work.place is not None:
+        group = group._replace(keeps=bool(filter_samples(generation, rows, 1).any()))
     tokens, switches = versions_of(rows)
     if len(written) > 1:
         group = group._replace(baseline=written_rows(written[1].done, written[1].rows))

@@ -61,7 +61,6 @@ from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, own_batch
@@ -86,13 +85,11 @@ class DeliveredGroup(NamedTuple):
 
     Attributes:
       group: facts for all trainer ranks.
-      keeps: whether the filter keeps some of it.
       episodes: for the log.
       rows: number under which rows are kept -> each row as `row_bytes` has it.
     """
 
     group: messages.WrittenGroup
-    keeps: bool = True
     episodes: Sequence[LoggedEpisode] = ()
     rows: Mapping[int, Sequence[np.ndarray]] = {}
 
@@ -106,7 +103,7 @@ class GeneratorActor:
       actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), exchange)
       name, room = ray.get(actor.describe.remote())
       digests = ray.get(actor.load.remote({"": version}))
-      group, keeps, episodes, rows = ray.get(actor.write.remote(work))
+      group, episodes, rows = ray.get(actor.write.remote(work))
     """
 
     def __init__(self, job: SentJob, exchange: Any, filters: bool = False) -> None:
@@ -247,12 +244,11 @@ class GeneratorActor:
         group = messages.WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
         if isinstance(written, str):
             return DeliveredGroup(group._replace(problem=written))
-        group = messages.describe_group(generation, written, group)
-        keeps = work.place is None or not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
+        group = messages.describe_group(generation, written, group, filters=self._filters)
         episodes = [episode for part in written for episode in part.episodes]
         numbers = (work.number, messages.baseline_of(work.number))
         rows = {number: row_bytes(part.rows) for number, part in zip(numbers, written, strict=False)}
-        return DeliveredGroup(group, keeps, episodes, rows)
+        return DeliveredGroup(group, episodes, rows)
 
     async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Complete prompts greedily."""
@@ -355,11 +351,10 @@ class RayGenerators(GroupGenerators, Requests):
         self._exchange = engine.exchange
         self._answers: dict[int, LocalAnswer] = {}
         self._notes: list[str] = []
-        self._replaced: dict[int, messages.WrittenGroup] = {}  # by place, which other prompts refill
         self._rows: dict[int, Sequence[np.ndarray]] = {}  # of groups, and of greedy baselines, by their numbers
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
-        self._positions = 0  # of prompts that are taken
         self._link = GeneratorLink(self._actors(job), self._exchange, self._notes.append)
+        self.changed = self._link.changed
         if self.mesh.rank == 0:
             engine.publish = self._link.publish
             for topic in engine.published.items():  # models that do not change
@@ -371,11 +366,10 @@ class RayGenerators(GroupGenerators, Requests):
         bounds = job.settings.devices.generators
         assert bounds is not None
         resource = "GPU" if job.device == "cuda" else "CPU"
-        filters = self._rule.prompts > 1 and not self._rule.rounds
         amount = {f"num_{resource.lower()}s": bounds.tensor}
         actor = self._ray.remote(GeneratorActor).options(**amount, max_concurrency=1 << 16)
         own = None if self.mesh.rank else self._ray.put(sent_job(job))
-        start = functools.partial(actor.remote, own, self._exchange, filters)
+        start = functools.partial(actor.remote, own, self._exchange, self._rule.filters)
         return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
@@ -385,11 +379,6 @@ class RayGenerators(GroupGenerators, Requests):
             if self.ledger is not None:
                 self._link.train(self.ledger, step - 1)
         self._link.wake()
-
-    def end_step(self) -> None:
-        """Take the batch of a step; see `GroupGenerators`. Collective."""
-        with self._link.changed:
-            super().end_step()
 
     def metrics(self) -> dict[str, float]:
         """Metrics of places, and of weights that may be patched; see `GroupGenerators`."""
@@ -434,14 +423,6 @@ class RayGenerators(GroupGenerators, Requests):
     def _write_episodes(self, folder: str, groups: Sequence[tuple[Sequence[int], int]]) -> LocalAnswer:
         return lambda: True, lambda _: write_logged(folder, groups, self._logged, Mesh())
 
-    def _take_prompts(self, count: int = 1) -> int:
-        self._positions += count
-        return self._positions - count
-
-    def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[messages.GroupPrompt]) -> Sequence[int]:
-        with self._link.changed:
-            return super()._ask_for_batch(lost, prompts)
-
     def _begin_places(self, ledger: Ledger) -> list[int]:
         """The places that may begin and were not asked for; the link begins them in the ledger."""
         return [place for place in ledger.next_places(ledger.version, ledger.until) if place not in self._link.asked]
@@ -470,15 +451,8 @@ class RayGenerators(GroupGenerators, Requests):
 
     def _keep(self, work: messages.GroupWork, delivered: DeliveredGroup) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
-        group = delivered.group
-        place = work.place
-        if place is not None:
-            group = messages.in_place_of(self._replaced.pop(place, None), group)
-            if self.refills and not delivered.keeps and self.ledger is not None and self.ledger.refill([place]):
-                self._replaced[place] = messages.without_rows(group)
-                self._ask_places(self.ledger)
-                return
-        self._keep_written(group)
+        if not self._keep_written(delivered.group):
+            return
         self._logged[work.number] = delivered.episodes
         if not work.heldout or self._rescore is not None:
             self._rows |= delivered.rows
