@@ -48,7 +48,6 @@ from funrl.trainer.placement.messages import (
     WrittenGroup,
     baseline_of,
     describe_group,
-    group_parts,
     own_fields,
     split_origins,
     write_work,
@@ -407,7 +406,8 @@ class GroupWriter:
 
     def _requests_of(self, work: GroupWork) -> int:
         """Requests that a group begins with."""
-        return sum(len(seeds) for _, seeds in group_parts(work, work.sampling(self._generation)))
+        is_greedy = work.place is None and not work.heldout
+        return 1 if is_greedy else work.sampling(self._generation).samples + work.baseline
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""
