@@ -1,10 +1,10 @@
 """Episodes that span several rollouts, each with its own weights, and checkpoints.
 
     episodes = ResumableEpisodes(environment, setup, limits)
-    run = episodes.continue_groups(engine, mesh, Round(new_groups, allowance=64))
+    run = episodes.continue_groups(engine, mesh, new_groups, allowance=64)
     engine.load(new_weights)
     own = [(group_of[record.first], record, 64) for record in run.records if record.waiting]
-    run = episodes.continue_groups(engine, mesh, Round((), own))
+    run = episodes.continue_groups(engine, mesh, (), own)
 
 A call of the policy that has sampled what it may is parked: whoever awaits it waits, and is not resumed before it gets
 a new allowance. What it has sampled keeps its versions; the next weights continue it. Between two rollouts nothing
@@ -70,20 +70,14 @@ class UnfinishedEpisode(NamedTuple):
     """An episode that has not ended.
 
     Attributes:
-      log: of its current attempt.
+      calls: of the policy in its current attempt, as `EpisodeLog.calls`, as the trajectories of an episode.
+      answers: of the environment in that attempt, as `EpisodeLog.answers`.
       failures: failed attempts.
     """
 
-    log: EpisodeLog = EpisodeLog()
+    calls: Episode = Episode((), {})
+    answers: Sequence[str] = ()
     failures: int = 0
-
-    @classmethod
-    def of(cls, calls: Episode, answers: Sequence[str], failures: int) -> UnfinishedEpisode:
-        """The episode whose calls of the policy are the trajectories of another one."""
-        return cls(EpisodeLog(calls.ends, answers), failures)
-
-    def __reduce__(self) -> tuple[Callable[..., UnfinishedEpisode], tuple[object, ...]]:
-        return UnfinishedEpisode.of, (Episode(self.log.calls, {}), self.log.answers, self.failures)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,9 +110,7 @@ class GroupRecord:
             if isinstance(sample, Episode):
                 entries.append({"done": to_record(sample)})
             else:
-                calls = to_record(Episode(sample.log.calls, {}))
-                rest = {"answers": sample.log.answers, "failures": sample.failures}
-                entries.append({"done": None, "calls": calls, **rest})
+                entries.append({"done": None, **sample._asdict(), "calls": to_record(sample.calls)})
         return to_json(entries)
 
     @classmethod
@@ -128,23 +120,12 @@ class GroupRecord:
         for entry in json.loads(text):
             episode = from_record(record_from_json(entry["done"] or entry["calls"]))
             if entry["done"] is None:
-                episode = UnfinishedEpisode.of(episode, entry["answers"], entry["failures"])
+                episode = UnfinishedEpisode(episode, entry["answers"], entry["failures"])
             samples.append(episode)
         return cls(first, samples)
 
 
-class Round(NamedTuple):
-    """Groups of a rollout.
-
-    Attributes:
-      new: groups to begin, the same on every rank; each is taken by a replica.
-      own: unfinished groups of this replica to continue, with their records and allowances.
-      allowance: bound on the tokens that a path of an episode of the new groups grows by; None: they run to their end.
-    """
-
-    new: Sequence[EpisodeGroup]
-    own: Sequence[tuple[EpisodeGroup, GroupRecord, int | None]] = ()
-    allowance: int | None = None
+OwnGroups = Sequence[tuple[EpisodeGroup, GroupRecord, int | None]]  # each with its allowance
 
 
 class GroupRun(NamedTuple):
@@ -217,21 +198,26 @@ class ResumableEpisodes(EpisodeRunner):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._close = weakref.finalize(self, lambda: None)
 
-    def continue_groups(self, engine: Engine, mesh: Mesh, groups: Round) -> GroupRun:
+    def continue_groups(
+        self, engine: Engine, mesh: Mesh, new: Sequence[EpisodeGroup], own: OwnGroups = (), allowance: int | None = None
+    ) -> GroupRun:
         """Begin and continue groups until each has ended or has sampled what it may. Collective over the mesh.
 
         Args:
           engine: as in `run_episodes`.
           mesh: of the engines.
-          groups: what to run.
+          new: groups to begin, the same on every rank; each is taken by a replica.
+          own: unfinished groups of this replica to continue, with their records and allowances.
+          allowance: bound on the tokens that a path of an episode of the new groups grows by; None: they run to their
+            end.
 
         Returns: the same on all tensor ranks of the replica.
         """
-        tickets = tickets_of(groups.new, mesh, self.limits)
+        tickets = tickets_of(new, mesh, self.limits)
         if self._loop is None and mesh.index("tensor") == 0:
             self._loop = asyncio.new_event_loop()
             self._close = weakref.finalize(self, _close, self._live, self._loop)
-        run = run_beside(engine, mesh, functools.partial(self._go_on, tickets, groups), self._loop)
+        run = run_beside(engine, mesh, functools.partial(self._go_on, tickets, own, allowance), self._loop)
         received: GroupRun = from_first(run, mesh, "tensor")
         return run or received
 
@@ -240,21 +226,23 @@ class ResumableEpisodes(EpisodeRunner):
         self._close()
         self._loop = None
 
-    async def _go_on(self, tickets: Tickets[EpisodeGroup], groups: Round, resident: ResidentEngine) -> GroupRun:
+    async def _go_on(
+        self, tickets: Tickets[EpisodeGroup], own: OwnGroups, allowance: int | None, resident: ResidentEngine
+    ) -> GroupRun:
         """Run the groups of a rollout until each is settled."""
         self.resident = resident
         self._problems = []
         try:
             running: list[_LiveGroup] = []
-            for group, record, _ in groups.own:
+            for group, record, _ in own:
                 live = self._live.get(group.first)
                 is_alive = live is not None and live.record is record
                 running.append(live if live and is_alive else await self._start(group, record, PARKED))
             await self._rebuild(running)
-            for live, (_, _, allowance) in zip(running, groups.own, strict=True):
+            for live, (_, _, renewed) in zip(running, own, strict=True):
                 for policy in live.unfinished:
-                    policy.renew(allowance)
-            await self._settle(running, tickets, groups.allowance)
+                    policy.renew(renewed)
+            await self._settle(running, tickets, allowance)
             records = [live.write_record() for live in running]
         except BaseException:
             await _end_groups(self._live, list(self._live))
@@ -409,8 +397,8 @@ class ResumablePolicy(LoggedPolicy):
           allowance: as above.
         """
         self.done = sample if isinstance(sample, Episode) else None
-        log, self.failures = UnfinishedEpisode() if isinstance(sample, Episode) else sample
-        super().__init__(log, runner.setup, seed, runner.limits)
+        calls, answers, self.failures = UnfinishedEpisode() if isinstance(sample, Episode) else sample
+        super().__init__(EpisodeLog(calls.ends, answers), runner.setup, seed, runner.limits)
         self.number = number
         self.allowance = allowance
         self.clock = EpisodeClock(runner.limits.environment_s)
@@ -456,11 +444,16 @@ class ResumablePolicy(LoggedPolicy):
 
     def record(self) -> Episode | UnfinishedEpisode:
         """The episode with everything that was said so far."""
-        log = EpisodeLog([*self._sampled, *(call.turn() for call in self._open)], tuple(self.answers))
-        return self.done or UnfinishedEpisode(log, self.failures)
+        calls = Episode([*self._sampled, *(call.turn() for call in self._open)], {})
+        return self.done or UnfinishedEpisode(calls, tuple(self.answers), self.failures)
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
-        self._note_caller()
+        task = asyncio.current_task()
+        assert task is not None
+        before = _CALLERS.get()  # a task inherits the context of the one that begins it
+        if task not in before:
+            _CALLERS.set((*before, task))
+        self._callers[task] = [caller for caller in before if caller is not task]
         turn = self._logged(tokens, sampling, seed)
         if turn is not None and turn.finish != "paused":
             return completion_of(turn)
@@ -470,7 +463,11 @@ class ResumablePolicy(LoggedPolicy):
         try:
             with self.clock.policy():
                 while (completion := await self._continued(call, tokens)) is None:
-                    await self._park(call)
+                    call.parked = True
+                    self._parked_at = time.monotonic()
+                    self._runner.park(self.number)
+                    self._renewed = self._renewed or asyncio.get_running_loop().create_future()
+                    await asyncio.shield(self._renewed)
             self._fresh[seed] = call.fresh
             return completion
         finally:
@@ -498,20 +495,3 @@ class ResumablePolicy(LoggedPolicy):
             call.begun = completion
             return None
         return completion
-
-    def _note_caller(self) -> None:
-        """Take note of the task that makes a call. A task inherits the context of the one that begins it."""
-        task = asyncio.current_task()
-        assert task is not None
-        before = _CALLERS.get()
-        if task not in before:
-            _CALLERS.set((*before, task))
-        self._callers[task] = [caller for caller in before if caller is not task]
-
-    async def _park(self, call: _OpenCall) -> None:
-        if self._renewed is None:
-            self._renewed = asyncio.get_running_loop().create_future()
-        call.parked = True
-        self._parked_at = time.monotonic()
-        self._runner.park(self.number)
-        await asyncio.shield(self._renewed)

@@ -10,7 +10,7 @@ import torch
 
 from funrl.kinds import joined_lines
 from funrl.rollout.episodes import Node, Trajectory
-from funrl.rollout.policy import EPISODE_LIMITS, Complete, EpisodeLimits, Policy, PolicySetup
+from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, Finish, Request
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -43,25 +43,18 @@ class LogError(Exception):
 class LoggedPolicy(Policy):
     """A policy whose calls are answered from a log: the environment runs again, and the engine does not.
 
+    A call that the log does not have, or has in part only, raises `LogError`.
     A call is found by its seed, which is a function of the episode's seed and of all that the call depends on.
     """
 
-    def __init__(
-        self,
-        log: EpisodeLog,
-        setup: PolicySetup,
-        seed: int,
-        limits: EpisodeLimits = EPISODE_LIMITS,
-        complete: Complete | None = None,
-    ):
+    def __init__(self, log: EpisodeLog, setup: PolicySetup, seed: int, limits: EpisodeLimits = EPISODE_LIMITS):
         """Make it.
 
         Args:
           log: of the episode.
           setup, seed, limits: as in `Policy`.
-          complete: completes what the log does not have, or has in part only, anew; None: such a call is a `LogError`.
         """
-        super().__init__(complete or _unlogged, setup, seed, limits)
+        super().__init__(_unlogged, setup, seed, limits)
         self.answers: list[str] = []
         self._log = log
         self._turns = {call.leaf.seed: call.leaf for call in log.calls}

@@ -11,7 +11,7 @@ from small_chats import SETUP, TEMPLATE, ScriptedEngine, chat_of, engine_of, exa
 from funrl.environments.adapters import function_environment, message_environment, single_turn, tool_environment
 from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.compaction import compacting
-from funrl.environments.resumable import GroupRecord, ResumableEpisodes, Round
+from funrl.environments.resumable import GroupRecord, ResumableEpisodes
 from funrl.environments.row_paths import paths_of
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
@@ -178,13 +178,13 @@ def test_a_resumed_episode_is_the_one_that_never_stopped():
     whole = run_episodes(engine_of(), SINGLE, environment, [group], setup, LIMITS).episodes
     episodes = ResumableEpisodes(environment, setup, LIMITS)
     engine = engine_of()
-    (record,) = episodes.continue_groups(engine, SINGLE, Round([group], allowance=4)).records
+    (record,) = episodes.continue_groups(engine, SINGLE, [group], allowance=4).records
     rounds = 0
     while record.waiting:
         rounds += 1
         episodes.close()
         record = GroupRecord.from_text(record.first, record.text)
-        (record,) = episodes.continue_groups(engine, SINGLE, Round([], [(group, record, 4)])).records
+        (record,) = episodes.continue_groups(engine, SINGLE, [], [(group, record, 4)]).records
     assert rounds > 1
     for (_, episode), resumed in zip(whole, record.ended, strict=True):
         assert episode.counts["compactions"] > 0
@@ -298,10 +298,10 @@ def test_an_allowance_bounds_what_all_rows_of_an_episode_grow_by():
     (group,) = episode_groups(examples_of("go"), 1, 0)
     episodes = ResumableEpisodes(environment, LONG, LIMITS)
     engine = ScriptedEngine(counter)
-    (record,) = episodes.continue_groups(engine, SINGLE, Round([group], allowance=4)).records
+    (record,) = episodes.continue_groups(engine, SINGLE, [group], allowance=4).records
     rounds = 1
     while record.waiting:
         rounds += 1
-        (record,) = episodes.continue_groups(engine, SINGLE, Round([], [(group, record, 4)])).records
+        (record,) = episodes.continue_groups(engine, SINGLE, [], [(group, record, 4)]).records
     sampled = sum(len(node.tokens) for path in paths_of(record.ended[0]) for node in path.trained)
     assert sampled == 14 and rounds >= sampled / 4

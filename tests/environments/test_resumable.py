@@ -15,7 +15,7 @@ from test_run import PROMPTS, Talk, run
 
 from funrl.environments.adapters import message_environment, tool_environment
 from funrl.environments.chat import TemplateChat
-from funrl.environments.resumable import GroupRecord, ResumableEpisodes, Round
+from funrl.environments.resumable import GroupRecord, ResumableEpisodes
 from funrl.environments.run import episode_groups
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
@@ -89,7 +89,7 @@ def rounds(
     ongoing = ResumableEpisodes(environment, setup, limits)
     done, records, new, own = {}, [], groups, []
     while new or own:
-        result = ongoing.continue_groups(engine, SINGLE, Round(new, own, allowance))
+        result = ongoing.continue_groups(engine, SINGLE, new, own, allowance)
         records.append(result)
         between(result)
         done |= {x.first: x.ended for x in result.records if not x.waiting}
@@ -280,13 +280,13 @@ def of_mesh(mesh, renewed):
     ongoing = ResumableEpisodes(Branches(), SETUP)
     by_number = {group.first: group for group in groups}
     done = {}
-    result = ongoing.continue_groups(engine, mesh, Round(groups, allowance=5))
+    result = ongoing.continue_groups(engine, mesh, groups, allowance=5)
     for _ in range(20):
         done |= {x.first: x.ended for x in result.records if not x.waiting}
         if renewed:
             ongoing.close()
         own = [(by_number[x.first], reread(x) if renewed else x, 5) for x in result.records if x.waiting]
-        result = ongoing.continue_groups(engine, mesh, Round((), own))
+        result = ongoing.continue_groups(engine, mesh, (), own)
     ongoing.close()
     return done
 

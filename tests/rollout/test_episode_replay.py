@@ -61,11 +61,6 @@ def test_what_differs_is_named(log):
     assert policy.difference == 'answer 0 of the environment is "nothing", it was {"said": [1, 2.5]}'
 
 
-def test_beyond_its_log_a_policy_may_be_completed(log):
-    policy = LoggedPolicy(EpisodeLog(log[0].calls[:2]), SETUP, seed=3, complete=completed)
-    assert asyncio.run(talk(policy, [9], None))[1].leaf.tokens[0] == 6
-
-
 def test_answers_are_compared_as_json():
     assert logged_answer((np.float64(0.1), torch.tensor([1, 2]), object())) == '[0.1, [1, 2], "object"]'
     itself = []

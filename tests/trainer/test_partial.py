@@ -51,7 +51,7 @@ def begun_rows(begun):
         for group in begun.groups
         for seed, episode in zip(group.seeds, group.record.samples, strict=True)
         if isinstance(episode, UnfinishedEpisode)
-        for call in episode.log.calls
+        for call in episode.calls.ends
     ]
 
 

@@ -25,7 +25,7 @@ import torch
 from funrl import trees
 from funrl.data.order import take_next
 from funrl.data.prompts import Example
-from funrl.environments.resumable import CompletionEnvironment, GroupRecord, GroupRun, ResumableEpisodes, Round
+from funrl.environments.resumable import CompletionEnvironment, GroupRecord, GroupRun, ResumableEpisodes
 from funrl.environments.run import EpisodeGroup, EpisodeRun
 from funrl.mesh import collectives
 from funrl.rollout.engine import onload_engine
@@ -178,7 +178,7 @@ class PartialWriter:
         engine = self.generation.engine
         with self.clock.phase("generate"), settle_proof(engine.proof):
             run = self._episodes.continue_groups(
-                engine.engine, self.mesh, Round([self._episodes_of(group) for group in begun], own, tokens)
+                engine.engine, self.mesh, [self._episodes_of(group) for group in begun], own, tokens
             )
         return self._joined(groups, run), taken.end
 
