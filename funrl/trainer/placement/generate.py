@@ -406,8 +406,7 @@ class GroupWriter:
 
     def _requests_of(self, work: GroupWork) -> int:
         """Requests that a group begins with."""
-        is_greedy = work.place is None and not work.heldout
-        return 1 if is_greedy else work.sampling(self._generation).samples + work.baseline
+        return 1 if work.is_greedy else work.sampling(self._generation).samples + work.baseline
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""

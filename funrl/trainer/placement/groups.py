@@ -461,14 +461,15 @@ class GroupGenerators:
         done = joined_rollout(samples, self._alone, self.mesh.device)
         rows = joined_rows(samples, self.generating, self.mesh.device, sampling.samples)
         self._released += numbers
-        shown = {place: x for place, group in enumerate(groups.values()) for x in group.shown}
+        shown_at = {place: x for place, group in enumerate(groups.values()) for x in group.shown}
+        shown = [*shown_at.values()]
         if self._rescore is not None:
             rows = self._rescore(self.moved_early(rows, len(heldout)), heldout, "eval")
-            shown = dict(enumerate(with_scores(shown, rows, sampling.samples, generation.rewards.names)))
+            shown = with_scores(shown_at, rows, sampling.samples, generation.rewards.names)
         metrics: dict[str, float] = {}
         if self.mesh.rank == 0:
             texts = {number: text for group in groups.values() for number, text in group.texts.items()}
-            written = HeldoutSamples(done, rows, texts, [*shown.values()])
+            written = HeldoutSamples(done, rows, texts, shown)
             metrics = heldout_metrics(for_heldout(generation), written, self.show, step)
         return from_first_rank(metrics, self.mesh)
 

@@ -101,6 +101,11 @@ class GroupWork(NamedTuple):
     baseline: bool = False
     heldout: bool = False
 
+    @property
+    def is_greedy(self) -> bool:
+        """True of a greedy completion or episode alone."""
+        return self.place is None and not self.heldout
+
     def example(self, generation: Generation) -> Example:
         """The prompt itself."""
         prompts = generation.evaluation.heldout if self.heldout else generation.schedule.prompts
@@ -119,7 +124,7 @@ def group_parts(work: GroupWork, sampling: Sampling) -> list[tuple[Sampling, lis
     """
     prompt = work.prompt
     greedy = baseline_sampling(sampling)
-    if work.place is None and not work.heldout:
+    if work.is_greedy:
         return [(greedy, prompt.seeds(1))]
     samples = sampling, prompt.seeds(sampling.samples)
     return [samples, (greedy, [prompt.baseline_seed])] if work.baseline else [samples]
@@ -267,17 +272,21 @@ def describe_group(
     if work.heldout:
         texts = heldout_texts(generation.evaluation, done.completions, decode, work.prompt.index)
         group = group._replace(texts=texts)
-        is_shown = work.prompt.index < SHOWN_PROMPTS
-    else:
-        batch, place = divmod(-1 if work.place is None else work.place, generation.schedule.batch)
-        is_shown = batch >= 0 and place < SHOWN_PROMPTS and generation.shows(batch + 1)
-    if not is_shown:
+    if not is_shown(generation, work):
         return group
     names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
     samples = work.sampling(generation).samples
     return group._replace(
         shown=shown_samples(done, rows, [work.example(generation)], samples, decode=decode, names=names)
     )
+
+
+def is_shown(generation: Generation, work: GroupWork) -> bool:
+    """True if the first sample of a group is shown."""
+    if work.place is None:
+        return work.heldout and work.prompt.index < SHOWN_PROMPTS
+    batch, place = divmod(work.place, generation.schedule.batch)
+    return place < SHOWN_PROMPTS and generation.shows(batch + 1)
 
 
 def written_rows(done: Rollout, rows: Rows) -> WrittenRows:

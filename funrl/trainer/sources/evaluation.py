@@ -125,7 +125,8 @@ def heldout_texts(
     samples = evaluation.sampling.samples
     shown = frozenset(table_places(evaluation))
     numbered = [(first * samples + completion.number, completion.written) for completion in completions]
-    read = [(n, written) for n, written in numbered if samples >= FEWEST_VOTES or n // samples in shown]
+    votes = evaluation.solved is not None and samples >= FEWEST_VOTES
+    read = [(n, written) for n, written in numbered if votes or n // samples in shown]
     before = [evaluation.heldout[n // samples].tokens[-1] for n, _ in read]
     texts = completion_texts([written for _, written in read], decode, before)
     return {
